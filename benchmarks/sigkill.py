@@ -1,9 +1,10 @@
 """A training run on two processes, killed at random moments and resumed each time: it ends as if nothing had happened.
 
-    python benchmarks/sigkill.py [--kills 20] [--seed N]
+    python benchmarks/sigkill.py [--kills 20] [--seed N] [--unmeasured]
 
 SIGKILL comes to one of the processes or to both. After each, every file of the run must be readable; in the end weights
-and losses are those of an uninterrupted run, bit for bit.
+and losses are those of an uninterrupted run, bit for bit. `--unmeasured` leaves out the evaluations, so that each
+checkpoint is written while training goes on.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def command(args: argparse.Namespace, run: Path) -> list[str]:
         "target": args.target,
         "data.samples": args.samples,
         "data.batch_size": 4,
-        "evaluation.prompts": run.parent / "held_out.txt",
+        "evaluation.prompts": "null" if args.unmeasured else run.parent / "held_out.txt",
         "evaluation.baselines": [],
         "evaluation.max_new_tokens": 4,
         "evaluation.repeats": 1,
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--target", default=str(EMBEDDED_TARGET))
     parser.add_argument("--samples", type=Path, help="of that target")
+    parser.add_argument("--unmeasured", action="store_true", help="without evaluations")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     args = parser.parse_args()
     args.steps = STEPS_A_KILL * args.kills + 2 * CHECKPOINT_EVERY

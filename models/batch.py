@@ -58,14 +58,12 @@ class Batch:
     def attention_mask(self) -> Tensor | None:
         """Return which tokens each token sees, those up to it in its document, as `slot_attention` reads it.
 
-        None: all before. On a GPU int64 [1, 1, 1, D + 1]: where each of D documents begins among all B * T slots, and
-        the end; the padding of a row counts as a document. On a CPU bool [B, 1, T, T].
+        None: all before. Else int64 [1, 1, 1, D + 1]: where each of D documents begins among all B * T slots, and the
+        end; the padding of a row counts as a document.
         """
         documents = self.on_host.documents
         if documents is None:
             return None
-        if self.token_ids.device.type != "cuda":
-            return pairs_mask(documents)
         return send(document_edges(documents), self.token_ids.device)[None, None, None]
 
 
@@ -79,8 +77,3 @@ def document_starts(documents: Tensor) -> Tensor:
 def document_edges(documents: Tensor) -> Tensor:
     """Return where each document begins among all B * T slots, and the end, int64 [D + 1], from documents [B, T]."""
     return torch.cat([document_starts(documents).flatten().nonzero()[:, 0], torch.tensor([documents.numel()])])
-
-
-def pairs_mask(documents: Tensor) -> Tensor:
-    """Return bool [B, 1, T, T]: each token sees those up to it of its own document, by documents [B, T]."""
-    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]

@@ -4,11 +4,12 @@
 """
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from draftsmith.models.drafter_configs import CascadeConfig
 from draftsmith.models.drafter_parts.base import Drafter
@@ -60,23 +61,45 @@ DRAFTERS: dict[str, type[Drafter]] = {
 CHANGED_TARGET = "target"  # folder of a checkpoint with the target that its drafter was trained along with
 
 
+@dataclass(frozen=True)
+class DrafterFiles:
+    """The files of a drafter as it was at a moment, in the CPU's memory."""
+
+    checkpoint: Checkpoint
+    target: Target
+    changed_weights: dict[str, Tensor] | None  # of the target that was trained along; None: it is as it was
+
+    def write(self, folder: Path) -> None:
+        """Write config.json and model.safetensors, laid out as the serving engines load them, into a folder."""
+        save_file(self.checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_json(folder / "config.json", self.checkpoint.config)
+        if self.changed_weights is not None:
+            self.target.model.save_pretrained(folder / CHANGED_TARGET, state_dict=self.changed_weights)
+            if self.target.tokenizer is not None:
+                self.target.tokenizer.save_pretrained(folder / CHANGED_TARGET)
+
+
+def files_of(drafter: Drafter, dtype: torch.dtype = torch.float32) -> DrafterFiles:
+    """Return the files of a drafter, which training goes on without changing."""
+    changed = drafter.changed_target() if drafter.config.changes_target else None
+    return DrafterFiles(checkpoint_of(drafter, dtype), drafter.target, changed)
+
+
 def save_drafter(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors, laid out as the serving engines load them, all or nothing."""
-    checkpoint = checkpoint_of(drafter, dtype)
+    """Write the files of a drafter, all or nothing."""
     with whole_folder(directory) as folder:
-        save_file(checkpoint.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "config.json", checkpoint.config)
-        if drafter.config.changes_target:
-            drafter.write_changed_target(folder / CHANGED_TARGET)
+        files_of(drafter, dtype).write(folder)
 
 
 def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
-    """Return what `save_drafter` writes."""
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().cpu()
-        for name, tensor in drafter.engine_tensors().items()
-    }
+    """Return a drafter in the engines' layout, with a copy of its weights in the CPU's memory."""
+    tensors = {}
+    for name, tensor in drafter.engine_tensors().items():
+        own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", own_dtype, copy=True, memory_format=torch.contiguous_format)
     own = {**asdict(drafter.config), "trained_for": identity(drafter.target)}
+    if drafter.trained_length is not None:
+        own["trained_length"] = drafter.trained_length
     if (token_ids := drafter.draft_to_target()) is not None:
         own["draft_vocab_hash"] = vocabulary_hash(token_ids)
     config = {
@@ -142,10 +165,11 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
         )
     own = dict(checkpoint.config.get("draftsmith", {}))
     trained_for, recorded_hash = own.pop("trained_for", {}), own.pop("draft_vocab_hash", None)
+    trained_length = own.pop("trained_length", None)
     config = {**checkpoint.config, **({"draftsmith": own} if own else {})}
     with library_errors(f"this drafter of kind {checkpoint.kind} does not load", "take another copy of it"):
         drafter = DRAFTERS[checkpoint.kind].from_engine(config, checkpoint.tensors, target)
-    drafter.trained_for = trained_for
+    drafter.trained_for, drafter.trained_length = trained_for, trained_length
     token_ids = drafter.draft_to_target()
     if token_ids is not None and len(set(token_ids.tolist()) & set(range(target.vocab_size))) != len(token_ids):
         raise UserError(

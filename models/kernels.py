@@ -41,8 +41,9 @@ def has_flash_attention(query: Tensor) -> bool:
     if in_half and width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0):
         return True
     warnings.warn(
-        f"this GPU has no flash attention for {query.dtype} and heads of {width} values: attention takes memory with "
-        "the square of a row's length. Lower data.max_length, and do not pack rows (data.packing=false)",
+        f"this GPU has no flash attention for {query.dtype} and heads of {width} values: attention takes longer, and "
+        "with EAGLE's unrolled steps memory with the square of a row's length. Lower data.max_length, and do not pack "
+        "rows (data.packing=false)",
         stacklevel=2,
     )
     return False

@@ -4,9 +4,12 @@ Shapes: B rows, T tokens, H hidden width, N heads, D head width, M positions.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from draftsmith.models.errors import require_at_least
@@ -70,6 +73,13 @@ def as_computed(x: Tensor) -> Tensor:
     """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def made_anew(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Return what is computed, which a gradient makes anew: where keeping its steps takes much memory."""
+    if not torch.is_grad_enabled():
+        return compute(*arguments)
+    return checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def store_by_columns(linear: nn.Linear) -> None:

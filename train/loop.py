@@ -32,13 +32,15 @@ from draftsmith.train.process.faults import NonFiniteSteps, in_one_line
 from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages, watched
-from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints, resume, rotate, save_checkpoint
+from draftsmith.train.run_folder.checkpoint import Progress, checkpoint_name, checkpoints, resume
+from draftsmith.train.run_folder.checkpoint_writer import CheckpointWriter
 from draftsmith.train.run_folder.learning_curve import learning_curve, log_forecast, log_point, newest_forecast
-from draftsmith.train.run_folder.run_folder import best_measured, link_best, open_run
+from draftsmith.train.run_folder.run_folder import open_run, tidy
 from draftsmith.train.run_folder.tracking import Tracker
 from draftsmith.train.run_folder.vocabulary import VOCABULARY, vocabulary_of
 from draftsmith.train.setup import Setup, set_up, show_data
 from draftsmith.train.step import (
+    Agreement,
     accumulate_gradients,
     agree,
     all_finite,
@@ -69,6 +71,7 @@ def train(config: TrainConfig) -> Path:
             training.train()
         finally:
             training.source.stop()
+            training.writer.close()
     return folder
 
 
@@ -78,7 +81,7 @@ class StepOutcome:
 
     learning_rate: float
     gradient_norm: Tensor | None  # before clipping, a scalar; None where the step was skipped, for it was not finite
-    stopped_by: int | None  # a signal that a rank received
+    agreed: Agreement
 
 
 class TrainingRun:
@@ -94,6 +97,7 @@ class TrainingRun:
             show_data(setup, vocabulary)
             if vocabulary:
                 write_json(folder / VOCABULARY, to_json(vocabulary))
+        self.writer = CheckpointWriter(self.accelerator, self.drafter, folder, config.run.keep_checkpoints)
         self.model, self.optimizer = self.accelerator.prepare(
             self.drafter, optimizer_of(self.drafter, config.optimizer)
         )
@@ -133,14 +137,18 @@ class TrainingRun:
                     progress.update(task, detail=self.log(done, outcome))
                 progress.update(task, completed=done)
                 profiler_step()
+                if outcome.agreed.checkpoint_failed:
+                    self.writer.wait()  # which raises its error
                 if self.held_out.micro_batches and (is_on_curve(done, run.steps) or self.saves_at(done)):
                     self.follow_curve(done)
-                if self.saves_at(done) or outcome.stopped_by:
-                    reason_to_stop = self.save_and_measure(done, outcome.stopped_by)
+                if self.saves_at(done) or outcome.agreed.stopped_by:
+                    reason_to_stop = self.save_and_measure(done, outcome.agreed.stopped_by)
                 if reason_to_stop:
                     progress.update(task, total=done)
                     break
                 self.stages.enter("data")
+        self.stages.enter("checkpoint")
+        self.writer.wait()
         if self.tracker:
             self.tracker.finish()
             if self.measures_untrained and self.evaluator:
@@ -185,16 +193,16 @@ class TrainingRun:
         stages.enter("communication")
         norm = clip_gradient(accelerator, self.model, config.optimizer.max_gradient_norm)
         finite = all_finite(norm, [sums["loss"][0] for sums in batch_sums])
-        finite_everywhere, stopped_by = agree(accelerator, finite, self.stop.received)
+        agreed = agree(accelerator, finite, self.stop.received, self.writer.failed)
         stages.enter("optimizer")
-        if finite_everywhere:
+        if agreed.finite:
             self.optimizer.step()
             self.meter.add(batch_sums, sum(self.plan.num_tokens(micro_batch) for micro_batch, _ in batches))
         else:
             self.meter.skip()
         self.optimizer.zero_grad()
-        self.nonfinite_steps.note(finite_everywhere, step + 1, self.plan.indices(step))
-        return StepOutcome(rate, norm if finite_everywhere else None, stopped_by)
+        self.nonfinite_steps.note(agreed.finite, step + 1, self.plan.indices(step))
+        return StepOutcome(rate, norm if agreed.finite else None, agreed)
 
     def log(self, step: int, outcome: StepOutcome) -> str:
         """Log the means since the last logged step; return the loss in words, for the progress bar."""
@@ -219,13 +227,12 @@ class TrainingRun:
             say(outcome_text(found, point.acceptance_length))
 
     def judge_by_curve(self, step: int) -> str | None:
-        """Point `best` at the best checkpoint on held-out samples; return why training should stop, if it should.
+        """Return why training should stop by what it brought on held-out samples, if it should.
 
         All processes call this together, with the same answer.
         """
         reason = None
         if self.tracker and self.held_out.micro_batches:
-            link_best(self.folder)
             saved = [point for point in learning_curve(self.folder) if self.saves_at(point.step)]
             lengths = [point.acceptance_length for point in saved]
             patience = self.config.evaluation.patience
@@ -252,12 +259,14 @@ class TrainingRun:
         """
         self.stages.enter("checkpoint")
         seconds = self.earlier_seconds + self.stages.training_seconds()
-        save_checkpoint(self.accelerator, self.drafter, self.optimizer, self.folder, step, seconds)
-        reason_to_stop = None
-        if stopped_by is None:
-            reason_to_stop = self.evaluator.newest(seconds) if self.evaluator else self.judge_by_curve(step)
+        progress = Progress(step, seconds)
+        if stopped_by is None and self.evaluator is None:
+            self.writer.save_beside(self.optimizer, progress)
+            return self.judge_by_curve(step)
+        self.writer.save(self.optimizer, progress)
+        reason_to_stop = self.evaluator.newest(seconds) if self.evaluator and stopped_by is None else None
         if self.accelerator.is_main_process:
-            rotate(self.folder, self.config.run.keep_checkpoints, best_measured(self.folder))
+            tidy(self.folder, self.config.run.keep_checkpoints)
         if stopped_by is not None:
             raise Stopped(stopped_by, checkpoint_name(step))
         return reason_to_stop

@@ -84,6 +84,7 @@ def set_up(config: TrainConfig) -> Setup:
     counts = token_counts(plan, target.vocab_size)
     drafter = starting_drafter(config, target, counts).to(accelerator.device)
     drafter.compile_loss = config.run.compile
+    drafter.trained_length = max(drafter.trained_length or 0, max(plan.lengths[index] for index in plan.trained))
     if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
     if config.evaluation.engine:

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -65,13 +66,19 @@ def all_finite(norm: Tensor, losses: list[Tensor]) -> Tensor:
     return torch.stack([norm.float(), *losses]).isfinite().all()
 
 
-def agree(accelerator: Accelerator, finite: Tensor, received_signal: int | None) -> tuple[bool, int | None]:
-    """Return, alike on all ranks, whether the step was finite on each of them, and a signal that any of them received.
+@dataclass(frozen=True)
+class Agreement:
+    """The state of a step and of its processes, alike on all of them."""
 
-    Waits for the device, once a step.
-    """
-    signals = [received_signal == signal.SIGTERM, received_signal == signal.SIGINT]
-    flags = torch.cat([(~finite).float()[None], torch.tensor(signals, dtype=torch.float32, device=finite.device)])
-    nonfinite, terminated, interrupted = accelerator.reduce(flags, "sum").tolist()
+    finite: bool  # on each of them
+    stopped_by: int | None  # a signal that any of them received
+    checkpoint_failed: bool  # one that the main process wrote beside training
+
+
+def agree(accelerator: Accelerator, finite: Tensor, received_signal: int | None, checkpoint_failed: bool) -> Agreement:
+    """Return what the processes agree on after a step. Waits for the device, once a step."""
+    of_host = [received_signal == signal.SIGTERM, received_signal == signal.SIGINT, checkpoint_failed]
+    flags = torch.cat([(~finite).float()[None], torch.tensor(of_host, dtype=torch.float32, device=finite.device)])
+    nonfinite, terminated, interrupted, failed = accelerator.reduce(flags, "sum").tolist()
     stopped_by = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
-    return not nonfinite, stopped_by
+    return Agreement(not nonfinite, stopped_by, bool(failed))

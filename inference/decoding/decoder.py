@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.counters import Round, Stats
-from draftsmith.inference.decoding.generation import LESS_MEMORY, Generation
+from draftsmith.inference.decoding.generation import LESS_MEMORY, Generation, warn_of_length
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification.acceptance_rules import SAMPLED_DRAFTS, VerificationMode
 from draftsmith.models import Drafter, Target, load_drafter
@@ -226,6 +226,7 @@ class SpeculativeDecoder:
         Raises `UserError` for drafts beyond the target's context, and where memory runs out.
         """
         self._check_fits(settings.shape)
+        warn_of_length(self.drafter, longest_prompt + settings.max_new_tokens)
         needed = longest_prompt + settings.max_new_tokens + settings.shape.num_nodes + 1
         with self.target.turn(), out_of_memory(LESS_MEMORY):
             if self._engine is None or not self._engine.follow(settings, num_rows, needed):

@@ -5,6 +5,7 @@ host runs one round ahead: it reads what happened in a round while the next one 
 """
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,11 @@ from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, BatchEngine
 from draftsmith.inference.decoding.clock import PhaseClock
 from draftsmith.inference.decoding.counters import Round, Stats
 from draftsmith.inference.decoding.schedule import DraftLengths
+from draftsmith.models import Drafter
 from draftsmith.models.errors import out_of_memory
 
 LESS_MEMORY = "lower the batch size, the draft length or the number of new tokens"
+FAR = 2  # times the length of the longest text of a training
 ADMIT_SHARE = 8  # new requests wait until an eighth of the rows is free
 
 
@@ -197,3 +200,15 @@ class _Unread:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._record.tolist()
+
+
+def warn_of_length(drafter: Drafter, num_tokens: int) -> None:
+    """Warn once where texts are so much longer than those of the training that fewer drafts may be accepted."""
+    trained = drafter.trained_length
+    if drafter.attends_to_text and trained is not None and num_tokens > FAR * trained:
+        warnings.warn(
+            f"this drafter was trained on texts of at most {trained} tokens, and decodes some of more than {FAR} times "
+            "that, in which fewer drafts may be accepted: train it on texts as long as yours (prepare longer ones, and "
+            "raise data.max_length if it is set), or use one that reads the last hidden state alone, such as medusa",
+            stacklevel=2,
+        )

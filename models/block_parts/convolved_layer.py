@@ -6,17 +6,14 @@ Shapes: B rows, T rows of whole blocks, R rows of a block, P taps, C groups of c
 width.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from draftsmith.models.block_parts.block_layer import BlockLayer
 from draftsmith.models.errors import UserError
+from draftsmith.models.layers import made_anew
 
 INPUT, OUTPUT = 0, 1  # sides of a sublayer
 
@@ -81,10 +78,3 @@ class ConvolvedLayer(BlockLayer):
     def behind_attention(self, written: Tensor, residual: Tensor) -> Tensor:
         """Return what attention has written [B, T, H], convolved."""
         return self.attention_conv(written, self.input_layernorm(residual), OUTPUT)
-
-
-def made_anew(convolve: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return a convolution, which a gradient makes anew: that is little work, and keeping its steps much memory."""
-    if not torch.is_grad_enabled():
-        return convolve(*arguments)
-    return checkpoint(convolve, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -22,6 +22,7 @@ class StoredDrafter:
     served_in_target: ClassVar[bool] = False  # engines look for it among the target's own tensors
     can_embed: ClassVar[bool] = False  # a checkpoint may bring an embedding in place of the target's
     trained_for: dict[str, Any] | None = None  # the target's identity (identity.py), as the checkpoint has it
+    trained_length: int | None = None  # tokens of the longest text that it was trained on; None: nobody noted it
 
     @property
     def comes_with_target(self) -> bool:
@@ -45,8 +46,8 @@ class StoredDrafter:
         """
         raise UserError(f"this checkpoint is of kind {cls.kind}, which is never stored: give {cls.kind} itself")
 
-    def write_changed_target(self, directory: Path) -> None:
-        """Write the target that was trained along, as an ordinary Hugging Face directory."""
+    def changed_target(self) -> dict[str, Tensor]:
+        """Return a copy of the weights of the target that was trained along, by their names in its own files."""
         raise TypeError(f"{self.kind} does not change the target")
 
     def write_in_target(self, directory: Path) -> None:

@@ -29,6 +29,7 @@ class OwnFields:
 
     kind: str
     trained_for: dict[str, str | None]
+    trained_length: Count
     draft_vocab_hash: str
 
 

@@ -26,6 +26,7 @@ class DecodingDrafter:
     reads_predictions: ClassVar[bool] = False  # needs the target's predictions after every node of its last draft
     max_draft_length: int | None = None  # most nodes on a path; None: any number
     prefills_from_tokens: bool = False  # `prefill` needs no features, so that it can be put off
+    attends_to_text: bool = False  # by layers that learnt it from the texts of its training alone
     looks_up_first: ClassVar[bool] = False  # asks what is trained only in rows where it looks up nothing
 
     def own_shape(self, draft_length: int) -> Shape:

@@ -14,6 +14,7 @@ D head width, V target vocabulary, Vd draft vocabulary.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -40,12 +41,13 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_targ
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import draft_ids, mask_token_of, too_large
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import RMSNorm, checkpoint_tensors, rotary_table, shift_left
+from draftsmith.models.layers import RMSNorm, checkpoint_tensors, made_anew, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.losses.position_weights import chances_of, d_pace
 from draftsmith.models.sampling.trees import WORD, Shape, pack
 from draftsmith.models.slots.attention import slot_attention
 from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.row_attention import MOST_PAIRS, part_size
 from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids
 
@@ -55,6 +57,7 @@ DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and
 class DFlash(Drafter):
     kind = "dflash"
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    attends_to_text = True
     can_branch = True
     independent_depths = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary
@@ -223,41 +226,43 @@ class DFlash(Drafter):
         """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M], from features [B, T, A * H].
 
         Blocks are computed some at a time, with no more rows than the text has: they see the text, but not each other.
-        So memory grows with their number, and not with its square.
+        So memory grows with their number, and not with its square. Where the text is so long that they are fewer rows
+        than it has, a gradient makes their attention anew, whose masks would fill the memory.
         """
         context, rows = self.context(layers), self.config.block_size
-        positions = batch.positions.expand(len(context), -1)
-        rotary = rotary_table(self.rotary, context.shape[1] + rows, context)
+        positions, length = batch.positions.expand(len(context), -1), context.shape[1]
+        rotary = rotary_table(self.rotary, length + rows, context)
         text = [layer.self_attn.keys_values(context, rotary, positions) for layer in self.block_layers()]
-        together = max(1, context.shape[1] // rows)
-        parts = slots.split(together, 1)
-        return torch.cat([self.run_some_blocks(batch, positions, rotary, text, part) for part in parts], 1)
+        most_rows = part_size(MOST_PAIRS // len(context), length)
+        parts = slots.split(max(1, min(length, most_rows) // rows), 1)
+        anew = most_rows < length
+        return torch.cat([self.run_some_blocks(batch, positions, rotary, text, part, anew) for part in parts], 1)
 
     def run_some_blocks(
-        self, batch: Batch, positions: Tensor, rotary: Tensor, text: list[KeysValues], slots: Tensor
+        self, batch: Batch, positions: Tensor, rotary: Tensor, text: list[KeysValues], slots: Tensor, anew: bool
     ) -> Tensor:
         """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M].
 
-        `text` has keys and values of the context in each layer, at positions [B, T].
+        `text` has keys and values of the context in each layer, at positions [B, T]. `anew`: a gradient makes masks and
+        attention anew.
         """
         num_rows = self.config.block_size
         anchors = shift_left(batch.token_ids, 1).gather(1, slots)
         hidden = self.embed_blocks(anchors).flatten(1, 2)  # [B, M * R, H]
         steps = torch.arange(1, num_rows + 1, device=slots.device)
         places = (positions.gather(1, slots)[..., None] + steps).flatten(1)  # [B, M * R]
-        masks = {
-            window: seen_by_blocks(batch, positions, slots, num_rows, window)
-            for window in {layer.sliding_window for layer in self.block_layers()}
-        }
-        for layer, (text_keys, text_values) in zip(self.block_layers(), text, strict=True):
-            query, key, value = layer.project(hidden, rotary, places)
-            attended = F.scaled_dot_product_attention(
-                query,
-                torch.cat([text_keys, key], 2),
-                torch.cat([text_values, value], 2),
-                attn_mask=masks[layer.sliding_window],
-                enable_gqa=True,
-            )
+        seen = partial(seen_by_blocks, batch, positions, slots, num_rows)
+        seen_in_layers = seen if anew else cache(seen)
+
+        def attend(query: Tensor, text: KeysValues, own: KeysValues, window: int | None) -> Tensor:
+            key, value = (torch.cat(pair, 2) for pair in zip(text, own, strict=True))
+            mask = seen_in_layers(window)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+        for layer, of_text in zip(self.block_layers(), text, strict=True):
+            query, *own = layer.project(hidden, rotary, places)
+            arguments = query, of_text, (own[0], own[1]), layer.sliding_window
+            attended = made_anew(attend, *arguments) if anew else attend(*arguments)
             hidden = layer.finish(hidden, attended.transpose(1, 2))
         return hidden.unflatten(1, (-1, num_rows))
 

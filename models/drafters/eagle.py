@@ -46,6 +46,7 @@ from draftsmith.models.target.target import Features, Target
 class Eagle(Drafter):
     kind = "eagle"
     config_class = EagleConfig
+    attends_to_text = True
     can_branch = True
     drafts_by_target_head = True
 

@@ -72,6 +72,7 @@ class Layer(DecoderLayer):
 class Eagle3(Drafter):
     kind = "eagle3"
     config_class = Eagle3Config
+    attends_to_text = True
     can_branch = True
     can_embed = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise

@@ -58,6 +58,7 @@ class Hydra(Drafter):
         self.blocks = nn.ModuleList([HydraBlocks(width, i + 2, config.num_layers) for i in heads])
         self.lm_heads = nn.ModuleList([nn.Linear(width, target.vocab_size, bias=False) for _ in heads])
         self.prefix: DeeperLayer | None = None
+        self.attends_to_text = config.prefix_layer
         if config.prefix_layer:
             layer_config = layer_config_for(None, target)
             self.prefix, self.rotary = DeeperLayer(layer_config), LlamaRotaryEmbedding(layer_config)

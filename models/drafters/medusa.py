@@ -7,7 +7,6 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -178,17 +177,15 @@ class Medusa(Drafter):
     def engine_tensors(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("corrections.")}
 
-    def write_changed_target(self, directory: Path) -> None:
-        """Write the target with what was trained into it, as an ordinary Hugging Face directory."""
+    def changed_target(self) -> dict[str, Tensor]:
+        """Return a copy of the target's weights, in the CPU's memory, with what was trained into them."""
         model = self.target.model
         prefix = next(name for name, module in model.named_modules() if module is self.target.decoder_layers)
-        tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
         for name, change in self.corrections.matrices().items():
             weight = tensors[f"{prefix}.{name}.weight"]
-            weight += change.to(weight)
-        model.save_pretrained(directory, state_dict=tensors)
-        if self.target.tokenizer is not None:
-            self.target.tokenizer.save_pretrained(directory)
+            weight += change.detach().to(weight)
+        return tensors
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> "Medusa":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.models.batch import Batch, pairs_mask, send
+from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_configs import PEagleConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import loaded
@@ -26,10 +26,11 @@ from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import mask_token_of
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import checkpoint_tensors, gather_columns, rotary_table, shift_left
+from draftsmith.models.layers import checkpoint_tensors, gather_columns, made_anew, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.attention import slot_attention
+from draftsmith.models.slots.row_attention import MOST_PAIRS, part_size
 from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target
 
@@ -38,7 +39,7 @@ SHARED_FIELDS = ("layer_ids", "draft_vocab_size", "intermediate_size", "feature_
 
 @dataclass
 class MaskSlots:
-    """Mask slots of some anchors, padded to as many in each row; those of one depth in the order of their anchors.
+    """Mask slots of some anchors, padded to as many in each row; in the order of their anchors, of one by depth.
 
     All in the host's memory, or all on the device.
     """
@@ -54,6 +55,7 @@ class MaskSlots:
 class PEagle(Drafter):
     kind = "p_eagle"
     config_class = PEagleConfig
+    attends_to_text = True
     can_branch = True
     independent_depths = True
 
@@ -152,19 +154,12 @@ class PEagle(Drafter):
         positions = batch.positions.expand(len(text), -1)
         mask_positions = positions.gather(1, slots.anchors) + slots.depths
         rotary = rotary_table(self.eagle3.rotary, text.shape[1] + self.config.num_depths, text)
-        text_sees, masked_see = batch.attention_mask(), seen_by(slots, batch)
+        text_sees, masked_see = batch.attention_mask(), SeenByMaskSlots(slots, positions, self.config.num_depths)
         for number, layer in enumerate(self.layers()):
             query, key, value = self.project(number, text, embedded, rotary, positions)
             own = self.project(number, masked, mask_embedded, rotary, mask_positions)
             text = layer.finish(text, slot_attention(layer, query, key, value, text_sees)[0])
-            attended = F.scaled_dot_product_attention(
-                own[0],
-                torch.cat([key, own[1]], 2),
-                torch.cat([value, own[2]], 2),
-                attn_mask=masked_see,
-                enable_gqa=True,
-            )
-            masked = layer.finish(masked, attended.transpose(1, 2))
+            masked = layer.finish(masked, masked_see.attend(own, (key, value)))
         return text, masked
 
     # --- drafting
@@ -279,21 +274,50 @@ def deeper_name(name: str, before: str, after: str, step: int) -> str:
 
 def mask_slots(anchors: list[Tensor]) -> MaskSlots:
     """Return the mask slots of the anchors [B, T] that are marked for depth 1, 2, ..."""
-    marked = torch.stack(anchors, 1)  # [B, K - 1, T]
-    length = marked.shape[2]
+    marked = torch.stack(anchors, 2)  # [B, T, K - 1]
     count = int(marked.flatten(1).sum(1).max())
     real, places = marked.flatten(1).sort(dim=1, descending=True, stable=True)
     places = places[:, :count]
-    return MaskSlots(places % length, 1 + places // length, real[:, :count])
+    return MaskSlots(places // marked.shape[2], 1 + places % marked.shape[2], real[:, :count])
 
 
-def seen_by(slots: MaskSlots, batch: Batch) -> Tensor:
-    """Return what mask slots see of the text and of each other: bool [B, 1, S, T + S]."""
-    length = batch.token_ids.shape[1]
-    if batch.documents is None:
-        text = torch.arange(length, device=slots.anchors.device) <= slots.anchors[..., None]
-    else:
-        text = pairs_mask(batch.documents)[:, 0].gather(1, slots.anchors[..., None].expand(-1, -1, length))
-    same_anchor = slots.anchors[:, :, None] == slots.anchors[:, None, :]
-    not_deeper = slots.depths[:, None, :] <= slots.depths[:, :, None]
-    return torch.cat([text, same_anchor & not_deeper & slots.real[:, None, :]], 2)[:, None]
+class SeenByMaskSlots:
+    """The attention of mask slots to the text up to their anchors and to the mask slots before them.
+
+    It is computed for some of them at a time, as many as `MOST_PAIRS` allows. Where these are not all, a gradient makes
+    it anew.
+    """
+
+    def __init__(self, slots: MaskSlots, positions: Tensor, num_depths: int) -> None:
+        """`positions` [B, T]: those of the text's tokens in their documents."""
+        self.slots, self.length, self.num_depths = slots, positions.shape[1], num_depths
+        self.begins = slots.anchors - positions.gather(1, slots.anchors)  # [B, S] columns where their documents begin
+        count, size = slots.anchors.shape[1], part_size(MOST_PAIRS // len(positions), self.length)
+        self.parts = [slice(first, min(first + size, count)) for first in range(0, count, size)]
+        self.mask = self.seen(*self.with_keys(self.parts[0])) if len(self.parts) == 1 else None
+
+    def with_keys(self, queries: slice) -> tuple[slice, slice]:
+        """Return some mask slots, and those that they see, which are no more places before than there are depths."""
+        return queries, slice(max(0, queries.start - self.num_depths), queries.stop)
+
+    def seen(self, queries: slice, keys: slice) -> Tensor:
+        """Return what some mask slots see of the text and of others: bool [B, 1, C, T + M]."""
+        anchors, begins = self.slots.anchors[:, queries, None], self.begins[:, queries, None]
+        columns = torch.arange(self.length, device=anchors.device)
+        same_anchor = anchors == self.slots.anchors[:, None, keys]
+        not_deeper = self.slots.depths[:, None, keys] <= self.slots.depths[:, queries, None]
+        own = same_anchor & not_deeper & self.slots.real[:, None, keys]
+        return torch.cat([(columns <= anchors) & (columns >= begins), own], 2)[:, None]
+
+    def attend(self, own: tuple[Tensor, Tensor, Tensor], text: tuple[Tensor, Tensor]) -> Tensor:
+        """Return attention [B, S, N, D] of mask slots by their query, key and value, and the text's keys and values."""
+
+        def part(queries: slice) -> Tensor:
+            _, keys = slices = self.with_keys(queries)
+            key, value = (torch.cat([of_text, x[:, :, keys]], 2) for of_text, x in zip(text, own[1:], strict=True))
+            mask = self.seen(*slices) if self.mask is None else self.mask
+            query = own[0][:, :, queries]
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+        attended = [made_anew(part, queries) if self.mask is None else part(queries) for queries in self.parts]
+        return torch.cat(attended or [own[0]], 2).transpose(1, 2)

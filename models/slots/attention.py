@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from draftsmith.models.batch import pairs_mask
-from draftsmith.models.kernels import has_flash_attention, runs_kernels
-from draftsmith.models.layers import as_computed
+from draftsmith.models.kernels import runs_kernels
+from draftsmith.models.slots.row_attention import Sight, attend_in_rows, attention_in_the_open, masked_attention
 
 ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attention`
 
@@ -38,7 +37,7 @@ def slot_attention(
     """Return attention [B, T, Hq, Dv] of query [B, Hq, T, D] over key [B, Hkv, M, D] and value [B, Hkv, M, Dv].
 
     The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
-    themselves. For packed rows on a GPU it says where their documents begin, int64 [1, 1, 1, documents + 1]. A token
+    themselves. For packed rows it says where their documents begin, int64 [1, 1, 1, documents + 1]. A token
     sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the attention sinks of
     gpt-oss, need the scores in the open; everything else goes to torch's fused attention. `indices` int [B, T, k] are
     the slots that a layer of DeepSeek's sparse attention has chosen of those that each token sees. `attend`, which
@@ -48,10 +47,13 @@ def slot_attention(
     if indices is not None:
         assert attention_mask is not None
         attention_mask = chosen_of(attention_mask, indices)
-    if (chunk := chunk_of(module)) is not None:
-        attention_mask, sliding_window = of_own_chunk(attention_mask, query, chunk)
     compute = attend or partial(
-        attend_on_slots, mask=attention_mask, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        attend_on_slots,
+        mask=attention_mask,
+        sliding_window=sliding_window,
+        chunk=chunk_of(module),
+        softcap=softcap,
+        sinks=s_aux,
     )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if on_latents := getattr(module, "on_latents", None):  # latent_attention.py
@@ -66,92 +68,34 @@ def attend_on_slots(
     scale: float,
     mask: Tensor | None,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of `slot_attention` [B, T, Hq, Dv], of whatever module."""
-    assert mask is not None or query.shape[2] == key.shape[2], "a cache needs a mask"
-    if mask is not None and mask.is_floating_point():
+    """Return the attention of `slot_attention` [B, T, Hq, Dv], of whatever module.
+
+    `chunk`: each token sees its own chunk of so many tokens alone.
+    """
+    if mask is None or mask.dtype == torch.int64:
+        assert query.shape[2] == key.shape[2], "a cache needs a mask"
+        edges = None if mask is None else mask.flatten()
+        sight = Sight((query.shape[0], query.shape[2]), edges, sliding_window, chunk)
+        return attend_in_rows(query, key, value, scale, sight, softcap, sinks)
+    if mask.is_floating_point():
         raise TypeError("the model makes attention masks of its own")
+    if chunk is not None:
+        mask, sliding_window = of_own_chunk(mask, chunk)
     on_cache = query.shape[2] != key.shape[2]  # else gradients may be asked for
-    chosen_slots = on_cache and mask is not None and mask.dtype == torch.bool and runs_kernels(query.device)
-    if mask is not None and (mask.dtype == torch.int32 or chosen_slots):
+    chosen_slots = on_cache and mask.dtype == torch.bool and runs_kernels(query.device)
+    if mask.dtype == torch.int32 or chosen_slots:
         from draftsmith.models.slots import attention_kernel
 
         return attention_kernel.attend(query, key, value, mask, scale, sliding_window, softcap, sinks)
-    in_the_open = softcap is not None or sinks is not None
-    if mask is not None and mask.dtype == torch.int64:
-        if not in_the_open and has_flash_attention(as_computed(query)) and key.shape == value.shape:
-            return documents_attention(query, key, value, mask.flatten(), scale, sliding_window)
-        mask = mask_of_documents(mask.flatten(), query)
-    if mask is not None and sliding_window is not None:
+    if sliding_window is not None:
         mask = last_seen(mask, sliding_window)
-    if mask is None and (in_the_open or sliding_window is not None):
-        mask = causal_mask(query, sliding_window)
-    if in_the_open:
-        assert mask is not None
+    if softcap is not None or sinks is not None:
         return attention_in_the_open(query, key, value, mask, scale, softcap, sinks)
-    output = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return output.transpose(1, 2)
-
-
-def attention_in_the_open(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Return attention [B, T, Hq, Dv] with all scores in memory, which a soft cap and attention sinks [Hq] change.
-
-    `mask` is bool [B, 1, T, M].
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query.float() @ key.float().transpose(2, 3) * scale  # [B, Hq, T, M]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sinks = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights @ value.float()).to(query.dtype).transpose(1, 2)
-
-
-def documents_attention(
-    query: Tensor, key: Tensor, value: Tensor, edges: Tensor, scale: float, sliding_window: int | None
-) -> Tensor:
-    """Return causal attention within each document [B, T, Hq, D] by flash attention, which reads no other pairs.
-
-    `edges` [documents + 1]: where the documents begin among all B * T tokens, and the end.
-    """
-    rows, length = query.shape[0], query.shape[2]
-    in_a_row = [as_computed(x).transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * T, H, D]
-    starts, window = edges.int(), None if sliding_window is None else sliding_window - 1
-    output = torch.ops.aten._flash_attention_forward(
-        *in_a_row, starts, starts, length, length, 0.0, True, False, scale=scale, window_size_left=window
-    )[0]
-    return output.unflatten(0, (rows, length))
-
-
-def mask_of_documents(edges: Tensor, query: Tensor) -> Tensor:
-    """Return bool [B, 1, T, T] from where the documents begin: each token sees those up to it in its document."""
-    rows, length = query.shape[0], query.shape[2]
-    places = torch.arange(rows * length, device=edges.device)
-    return pairs_mask(torch.searchsorted(edges, places, right=True).view(rows, length))
-
-
-def causal_mask(query: Tensor, sliding_window: int | None) -> Tensor:
-    """Return bool [1, 1, T, T]: each token sees the last `sliding_window` up to itself."""
-    length = query.shape[2]
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return (seen if sliding_window is None else seen.triu(1 - sliding_window))[None, None]
+    return masked_attention(query, key, value, mask, scale)
 
 
 def chosen_of(mask: Tensor, indices: Tensor) -> Tensor:
@@ -167,19 +111,15 @@ def chunk_of(module: Any) -> int | None:
     return None
 
 
-def of_own_chunk(mask: Tensor | None, query: Tensor, chunk: int) -> tuple[Tensor, int | None]:
+def of_own_chunk(mask: Tensor, chunk: int) -> tuple[Tensor, int | None]:
     """Return a mask by which each token sees the slots of its own chunk alone, and the sliding window that it needs.
 
     A packed mask needs one of a chunk, and one of bool [B, 1, T, M] none.
     """
-    if mask is not None and mask.dtype == torch.int32:
+    if mask.dtype == torch.int32:
         from draftsmith.models.slots import attention_kernel
 
         return attention_kernel.in_own_chunk(mask, chunk), chunk
-    if mask is None:
-        mask = causal_mask(query, None)
-    elif mask.dtype == torch.int64:
-        mask = mask_of_documents(mask.flatten(), query)
     return last_seen(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1), None
 
 

@@ -8,8 +8,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.row_attention import Sight
 from draftsmith.models.slots.running_states import reading
-from draftsmith.models.slots.window import Window, chain_window
+from draftsmith.models.slots.window import Window
 
 
 def context_of(config: PretrainedConfig) -> int:
@@ -59,17 +60,21 @@ def run_causal(
 ) -> Tensor:
     """Run the base model on whole right-padded rows [B, T], without a cache; return its last hidden state [B, T, H].
 
-    Padding at the end needs no mask: no real token looks to its right. Packed rows need their positions [B, T] and a
-    mask of what each token sees, bool [B, 1, T, T].
+    Padding at the end needs no mask: no real token looks to its right. Packed rows need their positions [B, T] and the
+    mask of `Batch.attention_mask`.
     """
-    mask = causal_rows(model, token_ids) if mask is None else mask
+    mask = causal_rows(model, token_ids, mask)
     output = model.base_model(input_ids=token_ids, position_ids=positions, attention_mask=mask, use_cache=False)
     return output.last_hidden_state
 
 
-def causal_rows(model: PreTrainedModel, token_ids: Tensor) -> Tensor | None:
-    """Return the mask that a model needs to read whole rows [B, T] causally, bool [B, 1, T, T]; None: it needs none."""
+def causal_rows(model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None) -> Tensor | None:
+    """Return what a model needs to read whole rows [B, T] causally, by the mask of `Batch.attention_mask`.
+
+    That mask, or bool [B, 1, T, T] for layers that read masks themselves.
+    """
     if not reads_masks(model):
-        return None
-    num_tokens = token_ids.shape[1]
-    return chain_window(token_ids.new_zeros(len(token_ids)), num_tokens).bool_mask(num_tokens)
+        return mask
+    edges, all_tokens = None if mask is None else mask.flatten(), slice(None)
+    sight = Sight((token_ids.shape[0], token_ids.shape[1]), edges)
+    return sight.mask(all_tokens, all_tokens, token_ids.device).expand(len(token_ids), -1, -1, -1)

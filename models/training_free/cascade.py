@@ -40,6 +40,7 @@ class Cascade(Drafter):
         self.lookup, self.trained = lookup, trained
         self.layer_ids, self.max_draft_length = trained.layer_ids, trained.max_draft_length
         self.trained_for, self.prefills_from_tokens = trained.trained_for, trained.prefills_from_tokens
+        self.trained_length, self.attends_to_text = trained.trained_length, trained.attends_to_text
 
     @classmethod
     def from_target(cls, config: CascadeConfig, target: Target) -> "Cascade":

@@ -3,6 +3,7 @@
 python survive.py FOLDER JSON_OF_SETTINGS
 """
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from ranks import exit_codes, fork_ranks
 
 import draftsmith.train.evaluation.evaluate as evaluating
 from draftsmith.models.drafters.medusa import Medusa
+from draftsmith.train.run_folder import checkpoint as checkpointing
 from draftsmith.train.run_folder.tracking import read_metrics
 
 
@@ -64,6 +66,17 @@ def main() -> None:
 
     short = {"run": {"steps": 4, "checkpoint_every": 2, "log_every": 2}, "evaluation": evaluation}
     findings["evaluated"] = exit_codes(fork_ranks(command("evaluated", **short), 2, log, break_evaluation))
+
+    def fill_disk(rank: int) -> None:
+        """Checkpoints cannot be written, by a thread of the first rank."""
+
+        def full(folder: Path) -> Any:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        checkpointing.manifest = full
+
+    full = {"run": {"steps": 6, "checkpoint_every": 2}}
+    findings["full"] = exit_codes(fork_ranks(command("full", **full), 2, folder / "full.log", fill_disk))
 
     def fall_asleep(rank: int) -> None:
         """Rank 1 does nothing more from its third step on, until the other one has ended."""

@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from draftsmith.models import Target
-from draftsmith.models.batch import document_edges, pairs_mask
+from draftsmith.models.batch import document_edges
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.slots.attention import ATTENTION, last_seen, mask_of_documents, slot_attention
+from draftsmith.models.slots.attention import ATTENTION, last_seen, slot_attention
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.forward import run_on_slots
+from draftsmith.models.slots.row_attention import Sight
 from draftsmith.models.slots.window import Window, chain_window
 
 PARENTS = [[-1, -1, 0, 0, 2, 4, 5], [-1, 0, 1, 2, 3, 4, 5]]  # a tree with a long branch, and a chain
@@ -155,11 +156,17 @@ def test_a_decoding_step_does_not_wait_for_the_device(tree: bool, tiny_target: T
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1], [0, 0, 1, 1, 1, 2, 3, 3]])
 
 
+def pairs_mask(documents: Tensor) -> Tensor:
+    """bool [B, 1, T, T]: each token sees those up to it of its own document."""
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
 def test_documents_by_where_they_begin_and_by_all_pairs() -> None:
     """Packed rows on a GPU: the last document of a row and the first of the next one stay apart."""
     edges = document_edges(DOCUMENTS)
     assert edges.tolist() == [0, 3, 7, 8, 10, 13, 14, 16]
-    assert torch.equal(mask_of_documents(edges, torch.empty(2, 1, 8, 4)), pairs_mask(DOCUMENTS))
+    mask = Sight((2, 8), edges).mask(slice(None), slice(None), edges.device)
+    assert torch.equal(mask, pairs_mask(DOCUMENTS))
 
 
 @pytest.mark.gpu

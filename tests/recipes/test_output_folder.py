@@ -39,7 +39,7 @@ from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, w
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.serving.export_command import export
-from draftsmith.train.run_folder.checkpoint import checkpoints, damage, save_checkpoint
+from draftsmith.train.run_folder.checkpoint import Progress, checkpoints, damage, save_checkpoint
 
 MOST_CHANGES = 200
 
@@ -284,7 +284,10 @@ def test_a_checkpoint_is_absent_or_whole(kills: bool, tiny_target: Target, tmp_p
 
     (tmp_path / "checkpoints").mkdir()
     number = after_every_fault(
-        tmp_path, kills, lambda: save_checkpoint(accelerator, drafter, optimizer, tmp_path, next(steps), 1.0), check
+        tmp_path,
+        kills,
+        lambda: save_checkpoint(accelerator, drafter, optimizer, tmp_path, Progress(next(steps), 1.0)),
+        check,
     )
     assert len(checkpoints(tmp_path)) >= 1
     assert number > 5

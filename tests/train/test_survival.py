@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 from draftsmith.data.prefetch import prefetched
 from draftsmith.models import Target
+from draftsmith.models.checkpoints import DrafterFiles
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable
@@ -147,6 +148,16 @@ def test_a_failing_evaluation_is_told_and_training_goes_on(findings: Any) -> Non
     assert (folder / "evaluated" / "best").resolve() == measured.resolve()
 
 
+def test_a_checkpoint_that_fails_beside_training_ends_both(findings: Any) -> None:
+    """The main process alone writes it: the other one ends, too, with the same line, and none is lost."""
+    folder, found = findings
+    log = (folder / "full.log").read_text()
+    assert found["full"] == [2, 2], log
+    assert log.count("step-000002 cannot be written ([Errno 28] No space left on device") == 2, log
+    assert "Traceback" not in log
+    assert not list((folder / "full" / "checkpoints").iterdir())
+
+
 def test_killed_processes_go_on_bit_for_bit(python: str, base: dict[str, Any]) -> None:
     """The short form of the campaign in benchmarks/sigkill.py."""
     command = [python, str(ROOT / "benchmarks" / "sigkill.py"), "--kills", "2"]
@@ -247,19 +258,19 @@ def test_an_older_training_state_is_refused(base: dict[str, Any], tmp_path: Path
         train(config)
 
 
-@pytest.mark.parametrize("where", ["save_drafter", "manifest"])
+@pytest.mark.parametrize(("owner", "where"), [(DrafterFiles, "write"), (checkpointing, "manifest")])
 def test_full_disk_ends_in_one_line(
-    where: str, base: dict[str, Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, where: str, base: dict[str, Any], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the second checkpoint is written: the first stays, nothing half written does, and the run can go on."""
-    original = getattr(checkpointing, where)
+    original = getattr(owner, where)
 
     def full(*args: Any) -> Any:
         if (tmp_path / "checkpoints" / checkpoint_name(2)).exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*args)
 
-    monkeypatch.setattr(checkpointing, where, full)
+    monkeypatch.setattr(owner, where, full)
     config = make_config("medusa", base, tmp_path, run=RUN)
     with pytest.raises(UserError, match=r"No space left on device; .* free\).*goes on from step-000002") as error:
         train(config)

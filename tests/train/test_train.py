@@ -319,6 +319,8 @@ def test_folder_of_a_run(evaluated: Path) -> None:
     assert environment["data_written_by"] == "decoder"
     config = resolve(RECIPES["medusa"](), evaluated / "config.yaml")
     assert config.run.dir == str(evaluated)
+    own = json.loads((evaluated / "checkpoints" / "step-000004" / "config.json").read_text())["draftsmith"]
+    assert own["trained_length"] == read_samples(Path(config.data.samples)).lengths.max()
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,18 @@ number of processes.
 
 import json
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from safetensors.torch import save_file
+from torch import Tensor
 
 from draftsmith.data.progress import size_text, warn
-from draftsmith.models import CHANGED_TARGET, Drafter, save_drafter
+from draftsmith.models import CHANGED_TARGET, Drafter
+from draftsmith.models.checkpoints import DrafterFiles, files_of
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import file_hash, whole_folder
 from draftsmith.models.reading import read_json
@@ -48,42 +51,95 @@ def checkpoints(run: Path) -> list[Path]:
 # --- writing
 
 
-def save_checkpoint(
-    accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path, step: int, seconds: float
-) -> Path:
-    """Write a checkpoint, which appears when all of it is on disk. All processes call this together.
+@dataclass(frozen=True)
+class StatePart:
+    """A file of the training state of a checkpoint, in the CPU's memory."""
 
-    `seconds` of training have led to it. Raises `UserError` on every rank where one of them cannot write; what is there
-    of the new checkpoint is removed, and earlier ones are as they were.
+    part: str  # one of PARTS
+    tensors: dict[str, Tensor]
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        save_file(self.tensors, part_file(folder / TRAINER, self.part))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps and seconds of training that have led to a checkpoint."""
+
+    step: int
+    training_seconds: float
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder, with the folder of the training state."""
+        (folder / TRAINER).mkdir()
+        (folder / TRAINER / PROGRESS).write_text(json.dumps(asdict(self)) + "\n")
+
+
+Piece = DrafterFiles | Progress | StatePart
+
+
+def pieces_of(accelerator: Accelerator, drafter: Drafter, optimizer: Any, progress: Progress) -> Iterator[Piece]:
+    """Yield the pieces of a checkpoint on the main process, each when its copy lies in the CPU's memory.
+
+    All processes go through them together, and the others get nothing. The training state comes one part at a time, so
+    that whoever keeps none has no more than one of them in memory.
     """
-    on_main, final = accelerator.is_main_process, run / "checkpoints" / checkpoint_name(step)
-    partial = final
+    files: list[DrafterFiles] = []
+    with whole_weights(accelerator, drafter), failing_together(Exception):
+        if accelerator.is_main_process:
+            files = [files_of(drafter)]
+    yield from files
+    del files
+    if accelerator.is_main_process:
+        yield progress
+    for part in PARTS:
+        tensors = whole_part(accelerator, drafter, optimizer, part)
+        if accelerator.is_main_process and (tensors or part != MOMENTUM):
+            yield StatePart(part, tensors)
+
+
+def save_checkpoint(accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path, progress: Progress) -> None:
+    """Write a checkpoint while training waits for it. All processes call this together.
+
+    Raises `UserError` on every rank where the main one cannot write.
+    """
+    pieces = pieces_of(accelerator, drafter, optimizer, progress)
+    with failing_together():
+        try:
+            if accelerator.is_main_process:
+                write_checkpoint(run, progress.step, pieces)
+        finally:
+            for _ in pieces:  # which the others put together with the main process, also where that cannot write
+                pass
+
+
+def write_checkpoint(run: Path, step: int, pieces: Iterable[Piece]) -> None:
+    """Write the pieces of a checkpoint, which appears when all of it is on disk.
+
+    Raises `UserError` where that fails: nothing is left of the new checkpoint, and earlier ones are as they were.
+    """
+    final = run / "checkpoints" / checkpoint_name(step)
     try:
-        with ExitStack() as writing:
-            with whole_weights(accelerator, drafter), failing_together(Exception):
-                if on_main:
-                    partial = writing.enter_context(whole_folder(final))
-                    save_drafter(drafter, partial)
-                    (partial / TRAINER).mkdir()
-                    progress = {"step": step, "training_seconds": seconds}
-                    (partial / TRAINER / PROGRESS).write_text(json.dumps(progress) + "\n")
-            for part in PARTS:  # one at a time, so that the main process's memory holds no more than one of them
-                tensors = whole_part(accelerator, drafter, optimizer, part)
-                with failing_together(Exception):
-                    if on_main and (tensors or part != MOMENTUM):
-                        save_file(tensors, part_file(partial / TRAINER, part))
-            with failing_together(Exception):
-                if on_main:
-                    (partial / TRAINER / MANIFEST).write_text(json.dumps(manifest(partial), indent=1) + "\n")
-                writing.close()  # the checkpoint takes its name
+        with whole_folder(final) as partial:
+            fill(partial, pieces)
     except UserError as error:
         # torch, safetensors and the system each have their own error for a full disk: the free room tells it
         free, existing = size_text(shutil.disk_usage(run).free), resumable(run)
         raise UserError(
             f"{final} cannot be written ({error}; {free} free): make room or mend the disk, and give the same command "
             f"again; it goes on from {existing[-1].name if existing else 'the start'}"
-        ) from None
-    return final
+        ) from error
+
+
+def fill(folder: Path, pieces: Iterable[Piece]) -> None:
+    """Write the pieces of a checkpoint and their manifest into a folder. Raises `UserError` for whatever fails."""
+    try:
+        for piece in pieces:
+            piece.write(folder)
+        (folder / TRAINER / MANIFEST).write_text(json.dumps(manifest(folder), indent=1) + "\n")
+    except Exception as error:
+        raise UserError(first_line(error)) from error
 
 
 def manifest(checkpoint: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from draftsmith.models.target.identity import identity
 from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.process.faults import failing_together
-from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable
+from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable, rotate
 from draftsmith.train.run_folder.learning_curve import learning_curve
 from draftsmith.train.run_folder.stored_run import StoredRun, read_config
 
@@ -142,6 +142,11 @@ def link_best(run: Path) -> Path | None:
     except OSError as error:  # a file system without links, or a run that was copied without them
         notice(f"{run / 'best'} is no link to the best checkpoint, which is {best} ({error.strerror})")
     return best
+
+
+def tidy(run: Path, keep: int | None) -> None:
+    """Point `best` at the best checkpoint, and thin out older ones, after a new one was written or measured."""
+    rotate(run, keep, link_best(run))
 
 
 def best_measured(run: Path) -> Path | None:
