@@ -48,7 +48,7 @@ from draftsmith.recipes.refreshing.window import Window
 from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train import train
 from draftsmith.train.engine.judging import swap_drafter
-from draftsmith.train.run_folder.checkpoint import checkpoints, remove
+from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.run_folder.run_folder import best_measured
 
 CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
@@ -113,6 +113,7 @@ class Refresh:
     def run(self) -> None:
         """Finish the round that an earlier call began, or make one of the new prompts."""
         self.forget_old_prompts()
+        self.tidy()
         if self.state.open is None and not self.begin():
             return
         self.look()
@@ -187,7 +188,6 @@ class Refresh:
         elif current and current.fingerprint != self.fingerprint:
             self.close("given up: the target has changed")
         self.window.keep_only(kept)
-        keep_only(self.out / "rounds", [self.round.number] if self.state.open else [])
 
     def begin(self) -> bool:
         """Begin a round with the new prompts; return whether there is one.
@@ -338,13 +338,18 @@ class Refresh:
 
     def close(self, outcome: str, acceptance: float | None = None, promoted: bool = False) -> None:
         """End the round: write what came of it, and remove what it trained on."""
-        current, folder = self.round, self.folder
+        current = self.round
         self.update(replace(current, outcome=outcome, acceptance=acceptance, promoted=promoted))
-        remove(folder)
-        last = self.state.last_trained
-        keep_only(self.out / CHALLENGERS, [last.number] if last else [])
-        write_whole(self.out / "refresh.html", refresh_page(self.state, self.champions.serving))
+        self.tidy()
         self.console.print(f"round {current.number}: {outcome} ({self.out / LINK})", soft_wrap=True)
+
+    def tidy(self) -> None:
+        """Remove what no round needs any more, and write the page: again at each call, for one may have been killed."""
+        last = self.state.last_trained
+        keep_only(self.out / "rounds", [self.round.number] if self.state.open else [])
+        keep_only(self.out / CHALLENGERS, [last.number] if last else [])
+        if self.state.rounds:
+            write_whole(self.out / "refresh.html", refresh_page(self.state, self.champions.serving))
 
     # --- measuring
 
