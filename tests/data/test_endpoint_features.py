@@ -184,7 +184,7 @@ class EagerEngine(FakeEngine):
         return SimpleNamespace(token_ids=text[:, -limit:].tolist())
 
 
-@pytest.mark.parametrize("kind", [*RUN_BY_ENGINES, GPTQ])
+@pytest.mark.parametrize("kind", ["jamba", pytest.param("minimax", marks=pytest.mark.long), GPTQ])
 def test_a_target_that_only_an_engine_runs_is_trained_for(kind: str, tmp_path: Path) -> None:
     """Its ends are here, and its layers are not to be had or not on our cache. To decode it in the run is refused.
 
