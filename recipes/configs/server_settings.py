@@ -39,7 +39,32 @@ Repeats = Annotated[Count, Field(ge=3)]  # fewer have no interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Settings):
+class OfTraffic(Settings):
+    """The user's own traffic, which is sent to a server."""
+
+    trace: FilePath | None = option(INPUT, "requests with their times, docs/bench.md", None, "FILE")
+    prompts: Name | None = option(INPUT, "file, folder or Hub NAME:COLUMN", None, "P")
+    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 256, "N")
+    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    seed: Seed = option(DECODING, "another seed draws other requests", 0, "N")
+    concurrency: tuple[BatchSize, ...] = option(TRAFFIC, "clients that ask at once, a stage each", (), "N")
+    requests: Requests = option(TRAFFIC, "of each run: more narrows intervals", 50, "N")
+    timeout: Annotated[Number, Field(ge=0.1)] = option(
+        MEASURING, "seconds until an answer counts as failed", 120.0, "X"
+    )
+    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        if self.trace is None and self.prompts is None:
+            raise UserError("give --trace FILE or --prompts P: what to send")
+        most = max(self.concurrency, default=0)
+        if self.requests < most:
+            raise UserError(f"--requests {self.requests}: give at least {most}, one for each client")
+        super().refuse_mistakes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(OfTraffic):
     """Put a running server under your own traffic, or two of them in turns.
 
     example:
@@ -49,33 +74,20 @@ class BenchSettings(Settings):
 
     url: Name = option(INPUT, "vLLM, SGLang or another OpenAI server", metavar="URL", positional=True)
     beside: Name | None = option(INPUT, "another one, compared with the first", None, "URL")
-    trace: FilePath | None = option(INPUT, "requests with their times, docs/bench.md", None, "FILE")
-    prompts: Name | None = option(INPUT, "file, folder or Hub NAME:COLUMN", None, "P")
     model: Name | None = option(INPUT, "name that the server knows (its first)", None, "NAME")
-    max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 256, "N")
-    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
-    seed: Seed = option(DECODING, "another seed draws other requests", 0, "N")
     rate: tuple[Rate, ...] = option(TRAFFIC, "requests a second, a stage each: an open test", (), "R")
-    concurrency: tuple[BatchSize, ...] = option(TRAFFIC, "clients that ask at once, a stage each", (), "N")
     find_rate: bool = option(TRAFFIC, "search the highest rate within the limits", False)
     burstiness: Positive = option(TRAFFIC, "spread of arrivals at a --rate: 1 is Poisson, 3 bursts", 1.0, "CV")
     speed: Positive = option(TRAFFIC, "times the speed of the trace's own arrivals", 1.0, "X")
-    requests: Requests = option(TRAFFIC, "of each run: more narrows intervals", 50, "N")
     repeats: Count = option(MEASURING, "runs of each stage and server", 3, "N")
     sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
     sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
     sla_e2e_ms: Positive | None = option(MEASURING, "longest whole answer of 95 % of requests", None, "MS")
-    timeout: Annotated[Number, Field(ge=0.1)] = option(
-        MEASURING, "seconds until an answer counts as failed", 120.0, "X"
-    )
-    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
     def refuse_mistakes(self) -> None:
         check_address(self.url, "bench")
         if self.beside:
             check_address(self.beside, "--beside")
-        if self.trace is None and self.prompts is None:
-            raise UserError("give --trace FILE or --prompts P: what to send")
         loads = [bool(self.rate), bool(self.concurrency), self.find_rate]
         if sum(loads) > 1:
             raise UserError(
@@ -91,14 +103,11 @@ class BenchSettings(Settings):
             raise UserError("--burstiness has no effect without --rate: leave it out")
         if self.speed != 1 and any(loads):
             raise UserError("--speed is of the trace's own times: leave out --rate, --concurrency and --find-rate")
-        most = max(self.concurrency, default=0)
-        if self.requests < most:
-            raise UserError(f"--requests {self.requests}: give at least {most}, one for each client")
         super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneServerSettings(Settings):
+class TuneServerSettings(OfTraffic):
     """Find the draft length that a real vLLM serves your traffic fastest with.
 
     example:
@@ -109,20 +118,11 @@ class TuneServerSettings(Settings):
     venv: FilePath = option(INPUT, "virtual environment that has vLLM", metavar="VENV", positional=True)
     target: Name = option(INPUT, "Hub name or directory", metavar="T")
     drafter: Name = option(INPUT, "checkpoint, ngram or suffix", metavar="D")
-    trace: FilePath | None = option(INPUT, "requests, docs/bench.md", None, "FILE")
-    prompts: Name | None = option(INPUT, "file, folder or Hub NAME:COLUMN", None, "P")
     vllm: Name | None = option(INPUT, "more options of vLLM, in quotes", None, "WORDS")
     draft_length: Depth | None = option(DECODING, "longest to try (6, lookups 8)", None, "K")
     max_new_tokens: TwoOrMore = option(DECODING, "longest answer, in tokens", 256, "N")
-    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
-    seed: Seed = option(DECODING, "another seed draws other requests", 0, "N")
     concurrency: tuple[BatchSize, ...] = option(TRAFFIC, "clients that ask at once, a stage each", (1,), "N")
-    requests: Requests = option(TRAFFIC, "of each run: more narrows intervals", 50, "N")
     repeats: Repeats = option(MEASURING, "runs of each stage", 5, "N")
-    timeout: Annotated[Number, Field(ge=0.1)] = option(
-        MEASURING, "seconds until an answer counts as failed", 120.0, "X"
-    )
-    out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
     @property
     def vllm_options(self) -> list[str]:
@@ -137,11 +137,6 @@ class TuneServerSettings(Settings):
     def refuse_mistakes(self) -> None:
         if not self.python.is_file():
             raise UserError(f"{self.venv}: no bin/python there: give a virtual environment with vLLM")
-        if self.trace is None and self.prompts is None:
-            raise UserError("give --trace FILE or --prompts P: what to send")
-        most = max(self.concurrency)
-        if self.requests < most:
-            raise UserError(f"--requests {self.requests}: give at least {most}, one for each client")
         try:
             words = self.vllm_options
         except ValueError as error:

@@ -1,6 +1,6 @@
 """The settings of the commands that train drafters by themselves: `quickstart`, `auto` and `refresh`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ from draftsmith.recipes.configs.command_settings import (
 
 Hours = Annotated[Number, Field(ge=0.001)]
 Days = Annotated[Number, Field(gt=0)]
+WITH_ROLLBACK = {"rollback", "out", "server", "debug"}  # settings of `refresh` that have an effect beside --rollback
 RACING = "eagle3,medusa,hydra,dflash,draft_model"  # kinds that race where none are named
 
 
@@ -107,8 +108,10 @@ class RefreshSettings(OnDevice):
     out: FilePath = option(OUTPUT, "folder of the champions", metavar="DIR")
 
     def refuse_mistakes(self) -> None:
-        if self.rollback and (self.traffic or self.drafter or self.follow):
-            raise UserError("--rollback does nothing else: leave out --traffic, --drafter and --follow")
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if self.rollback and (others := set(given) - WITH_ROLLBACK):
+            flag = f"--{sorted(others)[0].replace('_', '-')}"
+            raise UserError(f"--rollback does nothing else: leave out {flag}")
         if self.follow and not self.traffic:
             raise UserError("--follow looks for new traffic: give --traffic, too")
         if self.server:

@@ -15,7 +15,7 @@ from rich.console import Console
 from draftsmith.data.answers.prepare import prepare
 from draftsmith.data.http import Server
 from draftsmith.data.processes import locked
-from draftsmith.data.progress import warn
+from draftsmith.data.progress import notice, warn
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.prompts.splits import write_prompts
@@ -62,6 +62,9 @@ def run(settings: RefreshSettings, console: Console) -> None:
     if settings.rollback:
         roll_back(settings, console)
         return
+    serving = Champions(settings.out).serving
+    if settings.drafter and serving is not None:
+        notice(f"champion {serving} serves already; --drafter is of the first call and has no effect")
     state = read_state(settings.out)
     name = settings.target or (state.rounds[-1].target if state.rounds else str(EMBEDDED_TARGET))
     target = load_target(name, settings.device)

@@ -518,6 +518,14 @@ def test_follow_outlives_a_log_that_cannot_be_read(
     assert [one.promoted for one in read_state(settings.out).rounds] == [True, True]
 
 
+@pytest.mark.parametrize("given", [{"traffic": "log.jsonl"}, {"follow": 5.0}, {"steps": 3}, {"window": 7.0}])
+def test_a_rollback_refuses_what_it_would_not_heed(given: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = given
+    with pytest.raises(UserError, match=f"--rollback does nothing else: leave out --{name}"):
+        RefreshSettings(rollback=True, out=tmp_path, **given).refuse_mistakes()
+    RefreshSettings(rollback=True, out=tmp_path, server="http://localhost:8000").refuse_mistakes()
+
+
 def test_what_cannot_be_trained_on_is_refused(settings: RefreshSettings) -> None:
     with pytest.raises(UserError, match="holds no champion yet: give the one that serves now"):
         run(replace(settings, drafter=None))

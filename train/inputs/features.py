@@ -2,6 +2,7 @@
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -208,33 +209,24 @@ def write_missing(
     """Write this rank's part of a store's missing shards, and wait for the others."""
     if not config.data.servers:
         check_room_to_store(config, accelerator, target)
-    compute_and_write(config, store, missing, accelerator, target, stages)
-    free_memory()  # of the target's layers, to which only the call above referred
-    accelerator.wait_for_everyone()
-
-
-def compute_and_write(
-    config: TrainConfig,
-    store: StoredFeatures,
-    missing: list[Shard],
-    accelerator: Accelerator,
-    target: Target,
-    stages: Stages,
-) -> None:
-    """Write this rank's part of a store's missing shards."""
     stages.enter("storing features")
     in_step = config.run.target_placement == "sharded"
     num_ahead = MICRO_BATCHES_AHEAD if config.data.servers else 0
     features = features_to_store(config, store, target)
-
-    def source(micro_batch: MicroBatch, batch: Batch) -> Features:
-        stages.enter("storing features")  # anew for each batch, which shows that the pass moves
-        return features(micro_batch, batch)
-
+    source = partial(in_stage, stages, features)
     try:
         write_shards(store, missing, source, accelerator.process_index, accelerator.num_processes, in_step, num_ahead)
     finally:
         features.stop()
+    del source, features  # and the target's layers with them
+    free_memory()
+    accelerator.wait_for_everyone()
+
+
+def in_stage(stages: Stages, features: RunFeatures, micro_batch: MicroBatch, batch: Batch) -> Features:
+    """Return features of a run; the stage is entered anew for each batch, which shows that the pass moves."""
+    stages.enter("storing features")
+    return features(micro_batch, batch)
 
 
 def features_to_store(config: TrainConfig, store: StoredFeatures, target: Target) -> RunFeatures:

@@ -37,7 +37,8 @@ def whole_part(accelerator: Accelerator, drafter: Drafter, optimizer: Any, part:
     """
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     read: Callable[..., Tensor | None] = whole_of_zero if deepspeed else whole_of_torch
-    whole = persistent_buffers(drafter) if part == WEIGHT else {}
+    buffers = persistent_buffers(drafter) if part == WEIGHT else {}
+    whole = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
     for name, parameter in drafter.named_parameters():
         value = read(optimizer, parameter, part)
         if value is not None and accelerator.is_main_process:
