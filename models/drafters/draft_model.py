@@ -34,7 +34,7 @@ from draftsmith.models.losses.chain_loss import (
 )
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.slots.attention import ATTENTION
-from draftsmith.models.slots.forward import run_causal, run_on_slots
+from draftsmith.models.slots.forward import context_of, run_causal, run_on_slots
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import drop_layers, load_model
@@ -219,6 +219,8 @@ class DraftModel(Drafter):
             raise UserError(f"config.json names model_type {config.get('model_type')!r}: give a causal language model")
         plain = {key: value for key, value in config.items() if key != "draftsmith"}
         model_config = CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+        if (context := context_of(model_config.get_text_config())) < 1:
+            raise UserError(f"config.json gives texts {context} tokens (max_position_embeddings): give at least 1")
         with torch.device("meta"):
             tied = new_model(model_config).all_tied_weights_keys
         shared = {name: tensors[source] for name, source in tied.items() if source in tensors}

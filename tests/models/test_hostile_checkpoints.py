@@ -105,6 +105,14 @@ def test_a_newer_checkpoint_says_that_it_is_newer(tiny_target: Target, tmp_path:
     assert "'speed', which this version of draftsmith does not know: update" in refusal(tmp_path, tiny_target)
 
 
+@pytest.mark.parametrize("context", [0, -128])
+def test_a_draft_model_without_room_for_text_is_refused(context: int, tiny_target: Target, tmp_path: Path) -> None:
+    """It would load, and then fail at its first token."""
+    save_drafter(noisy("draft_model", tiny_target), tmp_path)
+    change_config(tmp_path, {"max_position_embeddings": context})
+    assert f"gives texts {context} tokens (max_position_embeddings)" in refusal(tmp_path, tiny_target)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTER_CONFIGS if kind != "none"])
 def test_limits_hold_where_a_config_is_made_in_python(kind: str) -> None:
     """By the types of its fields, whatever they are: no number of parts may be 0, no weight NaN, no text a number."""
