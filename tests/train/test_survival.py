@@ -213,6 +213,14 @@ def test_damaged_checkpoint_is_set_aside(
     assert not (tmp_path / "checkpoints" / "damaged-step-000006" / file).read_bytes().endswith(b"}\n")
 
 
+@pytest.mark.parametrize("content", ["7", "null", "[]", '{"config.json": 7}', '{"config.json": ["0"]}'])
+def test_a_manifest_of_anything_else_is_damage(content: str, whole: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(checkpoints(whole)[-1], tmp_path / "step-000006")
+    assert damage(checkpoint) is None
+    (checkpoint / "trainer" / "manifest.json").write_text(content)
+    assert "manifest.json" in (damage(checkpoint) or "")
+
+
 def test_an_unfinished_line_of_metrics_is_not_read(base: dict[str, Any], whole: Path, tmp_path: Path) -> None:
     config = make_config("medusa", base, tmp_path, run=RUN)
     train(config)

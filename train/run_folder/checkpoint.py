@@ -23,7 +23,7 @@ from draftsmith.models import CHANGED_TARGET, Drafter
 from draftsmith.models.checkpoints import DrafterFiles, files_of
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import file_hash, whole_folder
-from draftsmith.models.reading import read_json
+from draftsmith.models.reading import read_typed
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.training_state import MOMENTUM, PARTS, WEIGHT, load_parts, part_file, whole_part
@@ -181,7 +181,7 @@ def resumable(run: Path) -> list[Path]:
 def damage(checkpoint: Path) -> str | None:
     """Return the first file of a checkpoint that is not as it was written; None where all are."""
     try:
-        expected: dict[str, str] = read_json(checkpoint / TRAINER / MANIFEST)
+        expected = read_typed(dict[str, str], checkpoint / TRAINER / MANIFEST)
         return next((name for name, digest in expected.items() if file_hash(checkpoint / name) != digest), None)
     except (OSError, ValueError) as error:
         return first_line(error)
@@ -228,5 +228,5 @@ def resume(accelerator: Accelerator, drafter: Drafter, optimizer: Any, run: Path
             f"another run.dir and init_from={existing[-1]}, which starts with a fresh optimiser"
         )
     load_parts(accelerator, drafter, optimizer, folder)
-    progress = read_json(folder / PROGRESS)
-    return progress["step"], progress["training_seconds"]
+    progress = read_typed(Progress, folder / PROGRESS)
+    return progress.step, progress.training_seconds
