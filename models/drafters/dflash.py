@@ -51,6 +51,7 @@ from draftsmith.models.slots.row_attention import MOST_PAIRS, part_size
 from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids
 
+SHORT_TEXT = 64  # tokens; blocks of no more rows than this cost less together than apart
 DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and 7 for blocks of 16
 
 
@@ -225,17 +226,18 @@ class DFlash(Drafter):
     def run_blocks(self, batch: Batch, layers: Tensor, slots: Tensor) -> Tensor:
         """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M], from features [B, T, A * H].
 
-        Blocks are computed some at a time, with no more rows than the text has: they see the text, but not each other.
-        So memory grows with their number, and not with its square. Where the text is so long that they are fewer rows
-        than it has, a gradient makes their attention anew, whose masks would fill the memory.
+        Blocks are computed some at a time, with no more rows than the text has, or than `SHORT_TEXT` for a shorter one:
+        they see the text, but not each other. So memory grows with their number, and not with its square. Where the
+        text is so long that they are fewer rows than it has, a gradient makes their attention anew, whose masks would
+        fill the memory.
         """
         context, rows = self.context(layers), self.config.block_size
         positions, length = batch.positions.expand(len(context), -1), context.shape[1]
         rotary = rotary_table(self.rotary, length + rows, context)
         text = [layer.self_attn.keys_values(context, rotary, positions) for layer in self.block_layers()]
         most_rows = part_size(MOST_PAIRS // len(context), length)
-        parts = slots.split(max(1, min(length, most_rows) // rows), 1)
         anew = most_rows < length
+        parts = slots.split(max(1, (most_rows if anew else max(length, SHORT_TEXT)) // rows), 1)
         return torch.cat([self.run_some_blocks(batch, positions, rotary, text, part, anew) for part in parts], 1)
 
     def run_some_blocks(

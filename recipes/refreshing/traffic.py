@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.data.bad_rows import BadRows
@@ -24,6 +25,7 @@ from draftsmith.recipes.bench.server_logs import read_log
 # Bits a byte. Random printable characters take 6.6 or more whatever the target is, and text that it hardly knows 5.5.
 NOISE_BITS = 6.0
 READ_TOKENS = 512  # of a prompt, by which noise is told
+ROWS = 16  # of prompts that are read at once
 MOST_NOISE = 0.5  # share of a round's prompts; of more, the others are not trusted either
 MOST_PROMPTS = 4096  # of a round
 ANY_SHARE = 1.0  # of rows may give no prompt, such as a last line that is still being written
@@ -110,7 +112,8 @@ def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: b
     masked = unique if keeps_personal else [mask(prompt) for prompt in unique]
     encoded = [(prompt, ids) for prompt in masked if (ids := encode(prompt, target))]
     fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) <= longest]
-    kept = [prompt for prompt, ids in fitting if bits_per_byte(ids, target) <= NOISE_BITS]
+    bits = bits_per_byte([ids for _, ids in fitting], target)
+    kept = [prompt for (prompt, _), bits_of_prompt in zip(fitting, bits, strict=True) if bits_of_prompt <= NOISE_BITS]
     counts = TrafficCounts(
         num_new=len(unique),
         num_masked=sum(before != after for before, after in zip(unique, masked, strict=True)),
@@ -144,17 +147,27 @@ def encode(prompt: Prompt, target: Target) -> list[int]:
 
 
 @torch.no_grad()
-def bits_per_byte(token_ids: list[int], target: Target) -> float:
-    """Return the bits that the target needs for a byte of a prompt's beginning, by its own chances of each token.
+def bits_per_byte(texts: list[list[int]], target: Target) -> list[float]:
+    """Return the bits that the target needs for a byte of each text's beginning, by its own chances of each token.
 
     Text that it knows takes one or two. Random letters take at least the logarithm of their number, whatever the
-    target.
+    target. The target reads `ROWS` texts of about one length at once.
     """
+    bits = [0.0] * len(texts)
+    by_length = sorted((i for i in range(len(texts)) if len(texts[i]) > 1), key=lambda i: len(texts[i]))
+    for start in range(0, len(by_length), ROWS):
+        group = by_length[start : start + ROWS]
+        rows = [torch.tensor(texts[i][:READ_TOKENS]) for i in group]
+        token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(target.device)  # [B, T]
+        hidden = target.features(Batch(token_ids, torch.ones_like(token_ids, dtype=torch.bool))).last_hidden
+        for i, row, hidden_of_row in zip(group, rows, hidden, strict=True):
+            logits = target.logits(hidden_of_row[: len(row) - 1]).float()
+            nats = float(F.cross_entropy(logits, row[1:].to(target.device), reduction="sum"))
+            bits[i] = nats / math.log(2) / (num_bytes(row[1:], target) or math.inf)
+    return bits
+
+
+def num_bytes(token_ids: Tensor, target: Target) -> int:
+    """Return the number of bytes of a text."""
     assert target.tokenizer is not None
-    row = torch.tensor([token_ids[:READ_TOKENS]], device=target.device)
-    num_bytes = len(str(target.tokenizer.decode(token_ids[1:READ_TOKENS])).encode("utf-8", "replace"))
-    if row.shape[1] < 2 or not num_bytes:
-        return 0.0
-    features = target.features(Batch(row, torch.ones_like(row, dtype=torch.bool)))
-    logits = target.logits(features.last_hidden[0, :-1]).float()
-    return float(F.cross_entropy(logits, row[0, 1:], reduction="sum")) / math.log(2) / num_bytes
+    return len(str(target.tokenizer.decode(token_ids.tolist())).encode("utf-8", "replace"))

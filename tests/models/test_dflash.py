@@ -14,7 +14,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.checkpoints import build_drafter, checkpoint_of
 from draftsmith.models.drafter_configs import DFlashConfig
 from draftsmith.models.drafter_parts.layouts import from_speculators, in_engine_layout
-from draftsmith.models.drafters.dflash import DFlash, even_layer_ids
+from draftsmith.models.drafters.dflash import SHORT_TEXT, DFlash, even_layer_ids
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.target.target import Features
@@ -150,15 +150,16 @@ def test_memory_grows_with_the_number_of_blocks(tiny_target: Target) -> None:
             return found
 
     found = []
-    for length in (40, 80):
+    lengths = SHORT_TEXT, 2 * SHORT_TEXT
+    for length in lengths:
         batch = random_batch(tiny_target, 1, length)
         layers = torch.randn(1, length, drafter.fc.in_features)
         largest = 0
         with Sizes():
             blocks(drafter, batch, layers, list(range(length - 1)))
         found.append(largest)
-    assert found[0] <= 4 * 40**2  # blocks beside blocks would take 25 times the square of the text's length
-    assert found[1] <= 4 * 80**2
+    # blocks beside blocks would take 25 times the square of the text's length
+    assert all(size <= 4 * length**2 for size, length in zip(found, lengths, strict=True))
 
 
 # Training -------------------------------------------------------------------------------------------------------------

@@ -145,13 +145,15 @@ def test_prompts_that_nobody_can_answer_are_left_out(tiny_target: Target, monkey
 
 
 def test_bits_are_those_of_the_model_itself(tiny_target: Target) -> None:
-    """transformers' own loss is the witness."""
-    ids = tiny_target.encode("The smith heats the iron")
-    row = torch.tensor([ids])
-    with torch.no_grad():
-        loss = float(tiny_target.model(row, labels=row).loss)
-    expected = loss * (len(ids) - 1) / math.log(2) / len(b"The smith heats the iron")
-    assert bits_per_byte(ids, tiny_target) == pytest.approx(expected, rel=1e-4)
+    """transformers' own loss of each text alone is the witness; of a text without a second token there are none."""
+    texts = [f"The smith heats the {word}" for word in ("iron", "iron again and again", "x")] * 7
+    encoded, expected = [tiny_target.encode(text) for text in texts], []
+    for text, ids in zip(texts, encoded, strict=True):
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            loss = float(tiny_target.model(row, labels=row).loss)
+        expected.append(loss * (len(ids) - 1) / math.log(2) / len(text.encode()))
+    assert bits_per_byte([*encoded, [5]], tiny_target) == pytest.approx([*expected, 0.0], rel=1e-4)
 
 
 def test_garbage_is_left_out_and_a_round_of_it_refused() -> None:
