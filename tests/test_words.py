@@ -14,6 +14,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,18 @@ def trees() -> dict[str, ast.Module]:
 
 
 @cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """Return all nodes of each file's tree, those that hold others before these."""
+    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+
+
+@cache
 def strings() -> frozenset[str]:
     """Return all strings of the code, docstrings and this file apart: they may not vouch for themselves."""
     found = set()
-    for path, tree in trees().items():
-        statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in statements)
+    for path, tree in nodes().items():
+        statements = {id(node.value) for node in tree if isinstance(node, ast.Expr)}
+        constants = (node for node in tree if isinstance(node, ast.Constant) and id(node) not in statements)
         if path != "tests/test_words.py":
             found |= {node.value for node in constants if isinstance(node.value, str)}
     return frozenset(found)
@@ -86,13 +93,12 @@ def identifiers() -> frozenset[str]:
     names = {part for path in files() for part in Path(path).with_suffix("").parts}
     for text in strings():
         names |= set(IDENTIFIER.findall(text))
-    for tree in trees().values():
-        for node in ast.walk(tree):
-            match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
-                    names |= set(name.split("."))
-                case ast.arg(arg=name) | ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
-                    names.add(name)
+    for node in chain.from_iterable(nodes().values()):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.alias(name=name):
+                names |= set(name.split("."))
+            case ast.arg(arg=name) | ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                names.add(name)
     return frozenset(names)
 
 
@@ -182,7 +188,7 @@ def is_file(name: str) -> bool:
 
 def texts(path: str) -> Iterator[tuple[int, str]]:
     """Yield the docstrings and comments of a Python file, each with the number of its first line."""
-    for node in ast.walk(trees()[path]):
+    for node in nodes()[path]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
     for token in tokenize.generate_tokens(io.StringIO((ROOT / path).read_text("utf-8")).readline):
@@ -234,7 +240,7 @@ def test_docstrings_are_sentences() -> None:
     riddles = [
         f"{path}:{node.body[0].lineno}"
         for path in product()
-        for node in ast.walk(trees()[path])
+        for node in nodes()[path]
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if (ast.get_docstring(node) or "-").startswith(RIDDLES)
     ]
