@@ -23,7 +23,7 @@ from draftsmith.data.progress import size_text
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import quickstart_eagle3
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig
 from draftsmith.train.config import resolve
 from draftsmith.train.loop import TrainingRun

@@ -31,7 +31,7 @@ from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.losses.divergences import Teacher
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import optimizer_of
 

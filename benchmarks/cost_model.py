@@ -31,7 +31,7 @@ from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES, LENGTHS = (1, 2, 3, 6, 12), (3, 5, 7)  # the fit takes 1, 2, 4, 8, 16 and 1, 2, 4, 8

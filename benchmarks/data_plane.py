@@ -29,7 +29,7 @@ from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import Target
 from draftsmith.models.target.identity import identity
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 LAUNCHER = Path(__file__).parents[1] / "recipes" / "launch" / "cpu.yaml"
 

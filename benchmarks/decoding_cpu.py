@@ -29,7 +29,7 @@ from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 DRAFT_LENGTH = 4
 

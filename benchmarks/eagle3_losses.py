@@ -22,7 +22,7 @@ from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train.optimizer import learning_rate
 
 VARIANTS: dict[str, dict[str, Any]] = {

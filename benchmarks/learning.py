@@ -27,7 +27,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
 

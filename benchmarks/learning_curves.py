@@ -24,8 +24,8 @@ from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import load_target
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
-from draftsmith.recipes.studies.quickstart_budget import ANSWERS, new_drafter
+from draftsmith.recipes.quickstart.budget import ANSWERS, new_drafter
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.forecast import FINISHED_RUNS, FinishedRun, accepted_share, forecast

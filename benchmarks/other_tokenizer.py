@@ -26,7 +26,7 @@ from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.drafter_configs import DraftModelConfig
 from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name
 

@@ -26,7 +26,7 @@ from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 SHORTEST, LONGEST = 4, 384  # tokens of a prompt, lengths between them log-uniform
 

@@ -12,7 +12,7 @@ import torch
 from draftsmith.data.prompts.standard_library import stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 
 def main() -> None:

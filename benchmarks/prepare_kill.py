@@ -20,7 +20,7 @@ import torch
 from draftsmith.data.samples.folder import INDEX, read_samples
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 sys.path.append(str(Path(__file__).parent))
 from prepare import write_prompts

@@ -15,7 +15,7 @@ from draftsmith.inference.planning.gpu_roofline import Machine, RooflineCosts, T
 from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.models.target.shape import TargetShape, target_shape
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
-from draftsmith.recipes.studies.drafter_shapes import drafter_shape
+from draftsmith.recipes.planning.drafter_shapes import drafter_shape
 
 CONTEXT = 1024  # tokens, where a source does not say: questions and answers of its benchmarks are about as long
 

@@ -26,7 +26,7 @@ from ranks import exit_codes, fork, fork_ranks
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train.run_folder.checkpoint import WEIGHTS, checkpoints, damage, resumable
 from draftsmith.train.run_folder.tracking import read_metrics
 

@@ -31,7 +31,7 @@ from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.recipes.configs.recipes import quickstart_eagle3
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.tracking import read_metrics
 

@@ -23,7 +23,7 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.run_folder.tracking import read_metrics

@@ -25,7 +25,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target, load_drafter
 from draftsmith.recipes.configs.recipes import quickstart_eagle3
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.process.stages import Stages

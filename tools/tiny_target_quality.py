@@ -20,7 +20,7 @@ from draftsmith.data.prompts.standard_library import function_prompt, stdlib_fun
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.target.chat_template import has_template
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 NEW_TOKENS = 96
 LONGEST_PROMPT = 128  # tokens

@@ -9,7 +9,7 @@ from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart_budget import (
+from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     MOST_STORED,
     fastest_num_threads,

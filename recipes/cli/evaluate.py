@@ -12,7 +12,7 @@ from draftsmith.recipes.evaluation.inputs import DEFAULT_MINUTES, load_target, r
 from draftsmith.recipes.reports.lossless import certificate_text
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_evaluations
-from draftsmith.recipes.studies.by_engine import evaluate_by_engine
+from draftsmith.recipes.studies.evaluate_by_engine import evaluate_by_engine
 
 
 def run(settings: EvaluateSettings, console: Console) -> None:

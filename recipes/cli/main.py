@@ -32,7 +32,7 @@ RESUMED = ("quickstart", "auto", "refresh", "prepare", "train")  # commands that
 
 # By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
-    "quickstart": ("studies.quickstart", training_settings.QuickstartSettings),
+    "quickstart": ("quickstart.quickstart", training_settings.QuickstartSettings),
     "auto": ("auto.auto", training_settings.AutoSettings),
     "refresh": ("refreshing.refresh", training_settings.RefreshSettings),
     "prepare": ("cli.prepare", data_settings.PrepareCommandSettings),
@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "tune": ("studies.tune", command_settings.TuneSettings),
     "load-test": ("studies.load_test", command_settings.LoadTestSettings),
     "replay": ("studies.replay", command_settings.ReplaySettings),
-    "plan": ("studies.plan", command_settings.PlanSettings),
+    "plan": ("planning.plan", command_settings.PlanSettings),
     "export": ("cli.export", command_settings.ExportSettings),
     "bench": ("cli.bench", server_settings.BenchSettings),
     "tune-server": ("studies.tune_server", server_settings.TuneServerSettings),

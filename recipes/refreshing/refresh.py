@@ -28,6 +28,7 @@ from draftsmith.models.files import write_whole
 from draftsmith.recipes.auto.traffic import FEWEST
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing.champions import LINK, Champions
 from draftsmith.recipes.refreshing.folders import copy_checkpoint, keep_only
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
@@ -45,7 +46,6 @@ from draftsmith.recipes.refreshing.state import RefreshState, Round, read_state,
 from draftsmith.recipes.refreshing.traffic import clean, read_new
 from draftsmith.recipes.refreshing.training import make_plan, training_config
 from draftsmith.recipes.refreshing.window import Window
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.train import train
 from draftsmith.train.engine.judging import swap_drafter
 from draftsmith.train.run_folder.checkpoint import checkpoints

@@ -12,7 +12,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.auto.budget import SMALL_TARGET, recipe_of_auto
 from draftsmith.recipes.configs.training_settings import RefreshSettings
-from draftsmith.recipes.studies.quickstart_budget import first_samples, time_step
+from draftsmith.recipes.quickstart.budget import first_samples, time_step
 from draftsmith.train import TrainConfig
 
 ANSWER_SHARE, TRAINING_SHARE = 0.3, 0.5  # of the budget; the rest is for judging and slack

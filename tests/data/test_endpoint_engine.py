@@ -15,7 +15,7 @@ from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 pytestmark = pytest.mark.engine
 NEAR_TIE = 1e-3  # between the logits of two tokens; engines add up in another order

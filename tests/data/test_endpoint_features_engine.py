@@ -20,7 +20,7 @@ from draftsmith.data.samples.sample import Sample
 from draftsmith.data.samples.samples import Samples
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 pytestmark = pytest.mark.engine
 LAYER_IDS = (2, 7, 11)

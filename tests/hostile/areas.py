@@ -45,8 +45,8 @@ from draftsmith.models.sampling.trees import DynamicTree, StaticTree
 from draftsmith.recipes.bench.trace import read_trace
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import parse_tree
+from draftsmith.recipes.planning.expectations import read_acceptance
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.studies.expectations import read_acceptance
 from draftsmith.recipes.watching.reference import describe, read_reference
 from draftsmith.train.config import contents, dump, resolve
 from draftsmith.train.engine.vllm_counters import parse_metrics

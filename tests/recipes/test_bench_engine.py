@@ -14,7 +14,7 @@ from draftsmith.models.reading import read_typed
 from draftsmith.recipes.bench.results import BenchTest
 from draftsmith.recipes.bench.trace import read_trace
 from draftsmith.recipes.cli.main import main
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
 pytestmark = pytest.mark.engine
 NUM_REQUESTS, NUM_TOKENS, CLIENTS, TURNS = 40, 32, 2, 3

@@ -38,6 +38,7 @@ from draftsmith.models.training_free.ngram import Ngram, NgramConfig
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.server_settings import WatchSettings
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, print_reports
 from draftsmith.recipes.serving.engine_key_names import DROPPED, LOADER_RULES, RANDOM, REFUSED
 from draftsmith.recipes.serving.export import export_checkpoint
@@ -45,7 +46,6 @@ from draftsmith.recipes.serving.layout_check import tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
 from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, run_environment
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.watching import watch
 from draftsmith.train import train
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at

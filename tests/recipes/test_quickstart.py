@@ -23,9 +23,9 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
-from draftsmith.recipes.studies import quickstart
-from draftsmith.recipes.studies.quickstart import fastest_served, quickstart_config, ranked
-from draftsmith.recipes.studies.quickstart_budget import WEIGHTS, Budget, load_budget
+from draftsmith.recipes.quickstart import quickstart
+from draftsmith.recipes.quickstart.budget import WEIGHTS, Budget, load_budget
+from draftsmith.recipes.quickstart.quickstart import fastest_served, quickstart_config, ranked
 from draftsmith.train import TrainConfig
 from draftsmith.train.evaluation import evaluate
 

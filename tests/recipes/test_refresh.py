@@ -28,13 +28,13 @@ from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto.traffic import FEWEST
 from draftsmith.recipes.configs.training_settings import RefreshSettings
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing import moved, refresh, traffic, training
 from draftsmith.recipes.refreshing.champions import KEPT, Champions
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
 from draftsmith.recipes.refreshing.moved import Look, acceptance_p_value, domains_p_value, shift_of, why_moved
 from draftsmith.recipes.refreshing.state import Round, read_state
 from draftsmith.recipes.refreshing.traffic import bits_per_byte, clean, read_new
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.watching.history import History
 from draftsmith.recipes.watching.readings import Latency, Reading
 from draftsmith.train.engine.vllm_counters import Counters

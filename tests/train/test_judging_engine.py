@@ -25,8 +25,8 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.serving.serve_commands import speculative_config
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
 from draftsmith.train.engine.answers import Load
 from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings

@@ -20,7 +20,7 @@ from draftsmith.models.losses import chain_loss
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS
 from draftsmith.models.target.shape import target_weights
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train.hardware import estimates
 from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_logits, num_trained
 from draftsmith.train.optimizer import optimizer_of

@@ -24,7 +24,7 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.recipes.studies.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
 from draftsmith.train.engine.restarted import COMMAND, started_engine
 from draftsmith.train.run_folder.checkpoint import checkpoints

@@ -25,11 +25,11 @@ from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.planning.drafter_shapes import drafter_of_shape
+from draftsmith.recipes.planning.expectations import LONGEST, drafter_plan, known_acceptance, listed
+from draftsmith.recipes.planning.gpu_plan import plan_for_gpu
+from draftsmith.recipes.planning.plan_tables import print_break_even, print_expected
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.studies.drafter_shapes import drafter_of_shape
-from draftsmith.recipes.studies.expectations import LONGEST, drafter_plan, known_acceptance, listed
-from draftsmith.recipes.studies.gpu_plan import plan_for_gpu
-from draftsmith.recipes.studies.plan_tables import print_break_even, print_expected
 from draftsmith.train import TrainConfig
 from draftsmith.train.hardware.estimates import H100, estimate
 

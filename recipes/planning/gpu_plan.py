@@ -29,11 +29,11 @@ from draftsmith.models.target.target_files import read_quantisation
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import public_target, target_config
-from draftsmith.recipes.studies.drafter_shapes import drafter_shape
-from draftsmith.recipes.studies.expectations import LONGEST, batch_costs, expectations, known_acceptance, verdicts
-from draftsmith.recipes.studies.gpu_plan_page import assumption_lines, machine_text, memory_lines, plan_page
-from draftsmith.recipes.studies.plan_tables import print_break_even, print_expected
-from draftsmith.recipes.studies.training_plan import print_training, training_plans
+from draftsmith.recipes.planning.drafter_shapes import drafter_shape
+from draftsmith.recipes.planning.expectations import LONGEST, batch_costs, expectations, known_acceptance, verdicts
+from draftsmith.recipes.planning.gpu_plan_page import assumption_lines, machine_text, memory_lines, plan_page
+from draftsmith.recipes.planning.plan_tables import print_break_even, print_expected
+from draftsmith.recipes.planning.training_plan import print_training, training_plans
 
 CONTEXT, REPLY = 2048, 300  # tokens, where nothing else is asked for
 CONTEXTS = (1024, 4096, 16_384, 65_536)  # that steps are shown at, as far as the target goes

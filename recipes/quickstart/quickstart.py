@@ -28,11 +28,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
-from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, TRAINING_FREE
-from draftsmith.recipes.serving.export_command import export
-from draftsmith.recipes.studies.quickstart_budget import (
+from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     CHECKPOINTS,
     COMPARISON,
@@ -41,6 +37,10 @@ from draftsmith.recipes.studies.quickstart_budget import (
     load_budget,
     measure_budget,
 )
+from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.terminal import print_summary
+from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, TRAINING_FREE
+from draftsmith.recipes.serving.export_command import export
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove
 from draftsmith.train.run_folder.run_folder import best_checkpoint
