@@ -18,7 +18,7 @@ from scipy.special import expit, logit
 from draftsmith.data.http import Server
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.recipes.watching.readings import Latency, Reading
-from draftsmith.recipes.watching.watch import Watched
+from draftsmith.recipes.watching.watch import WatchedServer
 from draftsmith.train.engine.vllm_counters import Counters
 
 MINUTES, DAY = 30 * 24 * 60, 24 * 60
@@ -71,7 +71,7 @@ def shift_of(drop: float) -> float:
 
 def first_alarm(readings: list[tuple[int, Counters]]) -> int | None:
     """Return the minute of the first alarm, if any."""
-    server = Watched("", Server("http://localhost", "", ""), None)
+    server = WatchedServer("", Server("http://localhost", "", ""), None)
     for minute, counters in readings:
         if server.add(Reading(60.0 * minute, counters, None, Latency(), Latency(), 0.0)):
             return minute

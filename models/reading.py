@@ -287,4 +287,4 @@ def _json_object(value: Any) -> Any:
     return content
 
 
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]  # a setting, whose text is JSON
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]  # a setting gives its text

@@ -25,10 +25,10 @@ from draftsmith.models.files import write_json, write_whole
 from draftsmith.models.reading import read_typed
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.auto.budget import AutoPlan, make_plan, recipe_of_auto
-from draftsmith.recipes.auto.race import LOOKUPS, Track, run_rung, why_over
+from draftsmith.recipes.auto.page import auto_page, more_time
+from draftsmith.recipes.auto.race import LOOKUPS, decided, run_rung, why_over
 from draftsmith.recipes.auto.score import LONGEST, Load, Score, measure_score
 from draftsmith.recipes.auto.state import AutoState
-from draftsmith.recipes.auto.story import more_time, story_page
 from draftsmith.recipes.auto.traffic import DividedPrompts, divide
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
@@ -38,7 +38,7 @@ from draftsmith.recipes.quickstart.budget import ANSWERS
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, TRAINING_FREE
+from draftsmith.recipes.serving.engine_key_names import is_served
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name
@@ -126,11 +126,12 @@ class Auto:
         if not self.state.lookups:
             lookups = [self.scored(name, name, 0)[0] for name in LOOKUPS]
             self.save(replace(self.state, lookups=lookups))
-        plan, track = self.state.plan, Track(self.trained, self.load)
+        plan = self.state.plan
         while len(self.state.rungs) < plan.num_rungs and self.state.over is None:
             alive = self.state.rungs[-1].kept if self.state.rungs else list(plan.step_seconds)
-            rung = run_rung(len(self.state.rungs) + 1, alive, plan, self.steps, self.state.lookups, track)
-            over = why_over(rung.contenders, self.state.lookups)
+            contenders = run_rung(alive, plan, self.steps, self.trained, self.load)
+            rung = decided(len(self.state.rungs) + 1, contenders, self.state.lookups)
+            over = why_over(contenders, self.state.lookups)
             self.save(replace(self.state, rungs=[*self.state.rungs, rung], over=over))
             self.console.print(rung.decision)
             if over:
@@ -139,7 +140,7 @@ class Auto:
     @property
     def steps(self) -> dict[str, int]:
         """The steps that each kind was trained for, in the newest rung that it was in."""
-        return {found.score.name: found.score.steps for rung in self.state.rungs for found in rung.contenders}
+        return {kind.score.name: kind.score.steps for rung in self.state.rungs for kind in rung.contenders}
 
     def finish(self) -> None:
         """Give the winner the training that is left, and measure it beside the lookups on prompts that nothing saw."""
@@ -178,7 +179,7 @@ class Auto:
         pays = any(row.pays for row in best.results)
         title = f"the best drafter is {best.drafter}" if pays else "nothing pays on this traffic at this load"
         more = self.with_more_time()
-        write_whole(self.out / "auto.html", story_page(self.state, fastest, title, more))
+        write_whole(self.out / "auto.html", auto_page(self.state, fastest, title, more))
         self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
         for line in (title, more):
             if line:
@@ -189,8 +190,8 @@ class Auto:
     def export_fastest(self, fastest: list[Evaluation]) -> None:
         """Export the fastest that pays and that the engine serves; say so where there is none."""
         engine, out = self.settings.engine or "vllm", self.out / "export"
-        served = [one for one in fastest if is_served(one.drafter_kind, engine)]
-        chosen = next((one for one in served if any(row.pays for row in one.results)), None)
+        served = [evaluation for evaluation in fastest if is_served(evaluation.drafter_kind, engine)]
+        chosen = next((evaluation for evaluation in served if any(row.pays for row in evaluation.results)), None)
         if chosen is None:
             self.console.print(f"{engine} serves none of those that pay: nothing is exported")
         elif out.is_dir():
@@ -266,16 +267,11 @@ class Auto:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
 
 
-def is_served(kind: str, engine: str) -> bool:
-    """Return whether an engine serves drafters of a kind."""
-    return (engine, kind) in LOADER_RULES or engine in TRAINING_FREE.get(kind, ())
-
-
 def asked(settings: AutoSettings) -> str:
     """Return what a search was asked for, of which nothing may change when it goes on."""
     names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "temperature", "batch_size")
-    given = {name: getattr(settings, name) for name in (*names, "max_new_tokens", "budget")}
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    values = {name: getattr(settings, name) for name in (*names, "max_new_tokens", "budget")}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
 def best_rank(evaluation: Evaluation) -> tuple[bool, float]:

@@ -85,8 +85,8 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
     num_answers = min(len(prompts), max(len(first), int(ANSWER_SHARE * seconds / (answer_seconds + feature_seconds))))
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
     step_seconds = {
-        kind: found.loss + found.features * (not in_store or drafters[kind].config.starts_from_layers)
-        for kind, found in times.items()
+        kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
+        for kind, step in times.items()
     }
     num_rungs = max(1, math.ceil(math.log2(max(1, len(kinds)))))
     return AutoPlan(

@@ -21,6 +21,9 @@ LOOKUPS = ("ngram", "suffix")
 DOUBLINGS = math.log2(5)
 
 
+Training = Callable[[str, int], tuple[Score, Costs]]  # of a kind, for so many steps in all
+
+
 @dataclass(frozen=True)
 class Contender:
     """A kind in a rung: what it reached, and what it could reach with all the training that is left."""
@@ -39,29 +42,16 @@ class Rung:
     decision: str  # in words
 
 
-def run_rung(
-    number: int, alive: list[str], plan: AutoPlan, steps: dict[str, int], lookups: list[Score], track: "Track"
-) -> Rung:
-    """Train every kind that is alive for its part of a rung, and decide who goes on."""
+def run_rung(alive: list[str], plan: AutoPlan, steps: dict[str, int], train: Training, load: Load) -> list[Contender]:
+    """Train every kind that is alive for its part of a rung; return them, the best potential first."""
     contenders = []
     for kind in alive:
-        num_steps = plan.steps_in_rung(kind, len(alive), steps.get(kind, 0))
-        score, costs = track.train(kind, num_steps)
-        contenders.append(contender(score, costs, plan, track.load))
-    contenders.sort(key=lambda found: found.potential, reverse=True)
-    kept = [found.score.name for found in contenders[: max(1, len(contenders) // 2)]]
-    return Rung(contenders, kept, decision(number, contenders, kept, lookups))
+        score, costs = train(kind, plan.steps_in_rung(kind, len(alive), steps.get(kind, 0)))
+        contenders.append(with_forecast(score, costs, plan, load))
+    return sorted(contenders, key=lambda contender: contender.potential, reverse=True)
 
 
-@dataclass(frozen=True)
-class Track:
-    """The functions of a rung: how a kind is trained and scored, and the load that scores are for."""
-
-    train: Callable[[str, int], tuple[Score, Costs]]
-    load: Load
-
-
-def contender(score: Score, costs: Costs, plan: AutoPlan, load: Load) -> Contender:
+def with_forecast(score: Score, costs: Costs, plan: AutoPlan, load: Load) -> Contender:
     """Return a kind with its forecast for the case that the rest of the training is all its own."""
     doublings = math.log2(plan.final_steps(score.name, score.steps) / score.steps)
     usual, most = growth_per_doubling()
@@ -75,24 +65,24 @@ def growth_per_doubling() -> tuple[float, float]:
     return float(np.median(growth)), float(max(growth))
 
 
-def decision(number: int, contenders: list[Contender], kept: list[str], lookups: list[Score]) -> str:
-    """Return in words who goes on after a rung, and why."""
-    dropped = [found for found in contenders if found.score.name not in kept]
-    best = max(contenders, key=lambda found: found.potential)
+def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> Rung:
+    """Return a rung in which the better half of the contenders goes on, with the reason in words."""
+    kept = [contender.score.name for contender in contenders[: max(1, len(contenders) // 2)]]
+    best, dropped = contenders[0], contenders[len(kept) :]
     line = f"rung {number}: {', '.join(kept)} go on" if len(kept) > 1 else f"rung {number}: {kept[0]} goes on"
-    for found in dropped:
+    for loser in dropped:
         line += (
-            f"; {found.score.name} is dropped: forecast {found.potential:.2f}x, {best.score.name} {best.potential:.2f}x"
+            f"; {loser.score.name} is dropped: forecast {loser.potential:.2f}x, {best.score.name} {best.potential:.2f}x"
         )
     if lookups:
         rival = max(lookups, key=lambda score: score.speedup)
         line += f"; {rival.name} has {rival.speedup:.2f}x without training"
-    return line
+    return Rung(contenders, kept, line)
 
 
 def why_over(contenders: list[Contender], lookups: list[Score]) -> str | None:
     """Return why no further training can win, if so: a lookup, or plain decoding, is out of reach for every kind."""
-    best = max(contenders, key=lambda found: found.best_potential)
+    best = max(contenders, key=lambda contender: contender.best_potential)
     rival = max(lookups, key=lambda score: score.low, default=None)
     name, reached = ("plain decoding", 1.0) if rival is None or rival.low <= 1 else (rival.name, rival.low)
     if best.best_potential > reached:

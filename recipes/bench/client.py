@@ -9,6 +9,7 @@ from draftsmith.data.http import PassingError, Server
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.samples.images import with_data_urls
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.reading import JsonObject
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LARGEST_ANSWER = 1 << 26  # bytes of all events of an answer
@@ -19,7 +20,7 @@ class Asked:
     """A request to a server: the path, and the body without the model."""
 
     path: str
-    body: dict[str, Any]
+    body: JsonObject
 
     @property
     def num_characters(self) -> int:
@@ -65,7 +66,7 @@ def request_of(prompt: Prompt | list[int], max_new_tokens: int, temperature: flo
     An `is_exact` answer goes on behind its end of text, up to the last token. Sampling has a seed for each request, so
     that a server gives the same request the same answer.
     """
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "max_tokens": max_new_tokens,
         "temperature": temperature,
         "seed": seed,

@@ -1,8 +1,9 @@
 """The choice of the settings that a server is fastest with, from what was measured of a few."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -10,6 +11,7 @@ from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.models.ranges import Natural, NonNegative
 from draftsmith.recipes.bench.results import BenchStage
 from draftsmith.recipes.bench.verdict import Difference, difference
+from draftsmith.recipes.serving.vllm_run import SpeculativeConfig
 
 Lookup = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 
@@ -52,7 +54,7 @@ class ServerTuning:
     chosen: Candidate
     confirmed: list[Measured]  # plain decoding and the chosen one, measured anew with other requests
     differences: list[Difference]  # between these two, one for each load
-    speculative_config: dict[str, Any] | None  # vLLM's setting for the chosen one; None: without a drafter
+    speculative_config: SpeculativeConfig | None  # of the chosen one; None: without a drafter
     command: str  # that serves the chosen one
     verdict: str
 
@@ -90,17 +92,14 @@ def most_promising(short: Measured, long: Measured) -> list[int]:
 
 def differences(plain: Measured, other: Measured) -> list[Difference]:
     """Return what a candidate gains over plain decoding at each load."""
-    return [difference(one, two) for one, two in zip(plain.stages, other.stages, strict=True)]
+    return [difference(*pair) for pair in zip(plain.stages, other.stages, strict=True)]
 
 
 def fastest_over_all(plain: Measured, others: Sequence[Measured]) -> Measured:
     """Return the candidate with the largest gain over plain decoding, multiplied over all loads."""
 
-    def gain(one: Measured) -> float:
-        product = 1.0
-        for found in differences(plain, one):
-            product *= found.ratio
-        return product
+    def gain(measured: Measured) -> float:
+        return math.prod(each.ratio for each in differences(plain, measured))
 
     return max(others, key=gain)
 
@@ -114,10 +113,10 @@ def choose(plain: Measured, others: Sequence[Measured], loads: Sequence[int], ca
     if not can_change:
         best = fastest_over_all(plain, others)
         return best.candidate if any(map(is_shown, differences(plain, best))) else Candidate(0)
-    gains = {one.candidate.draft_length: differences(plain, one) for one in others}
+    gains = {measured.candidate.draft_length: differences(plain, measured) for measured in others}
     lengths = []
     for number in range(len(loads)):
-        shown = {length: found[number].ratio for length, found in gains.items() if is_shown(found[number])}
+        shown = {length: by_load[number].ratio for length, by_load in gains.items() if is_shown(by_load[number])}
         lengths.append(max(shown, key=shown.__getitem__) if shown else 0)
     if len(set(lengths)) == 1:
         return Candidate(lengths[0])
@@ -127,6 +126,6 @@ def choose(plain: Measured, others: Sequence[Measured], loads: Sequence[int], ca
     return Candidate(schedule.longest, schedule=schedule)
 
 
-def is_shown(found: Difference) -> bool:
+def is_shown(gain: Difference) -> bool:
     """Return whether a gain is shown: its interval lies above 1."""
-    return found.interval is not None and found.interval[0] > 1
+    return gain.interval is not None and gain.interval[0] > 1

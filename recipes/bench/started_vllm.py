@@ -1,16 +1,14 @@
 """A vLLM that is started for a measurement, on this machine, and ends with it."""
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.http import Server
 from draftsmith.recipes.bench.runner import Rival, rival_at
-from draftsmith.recipes.serving.vllm_run import vllm_environment
+from draftsmith.recipes.serving.vllm_run import SpeculativeConfig, vllm_environment
 from draftsmith.train.engine.restarted import EngineCommand, started
 
 
@@ -25,7 +23,7 @@ class VllmStarter:
 
     @contextlib.contextmanager
     def serving(
-        self, model: str, speculative_config: dict[str, Any] | None, on_wait: Callable[[], None]
+        self, model: str, speculative_config: SpeculativeConfig | None, on_wait: Callable[[], None]
     ) -> Iterator[tuple[Rival, float]]:
         """Yield a server of the model, and the seconds until it answered. Raises `UserError` where it does not start.
 
@@ -36,7 +34,7 @@ class VllmStarter:
         words = [str(self.python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         words += ["--host", "127.0.0.1", "--port", str(port), *self.options]
         if speculative_config is not None:
-            words += ["--speculative-config", json.dumps(speculative_config)]
+            words += ["--speculative-config", speculative_config.text]
         command = EngineCommand(words, vllm_environment(), "tune-server")
         server = Server(url, "tune-server", f"see {self.log}", self.timeout)
         with started(command, server, self.log, on_wait) as seconds:

@@ -20,7 +20,7 @@ from draftsmith.data.prompts.prompt_formats import FIELDS, Prompt, to_prompt
 from draftsmith.data.prompts.sources import READERS, RawRows, parsed, read_source
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import MOST
-from draftsmith.models.reading import read_lines
+from draftsmith.models.reading import JsonObject, read_lines
 from draftsmith.recipes.bench.server_logs import LoggedRequest, read_log
 
 TIMES = ("timestamp", "time", "arrival_time", "created_at", "TIMESTAMP", "Timestamp")
@@ -110,7 +110,7 @@ def _from_row(row: Any, place: str) -> TraceRequest | None:
     )
 
 
-def _from_lengths(row: dict[str, Any], place: str) -> TraceRequest:
+def _from_lengths(row: JsonObject, place: str) -> TraceRequest:
     for of_prompt, of_answer, milliseconds in LENGTHS:
         if row.get(of_prompt) is None:
             continue

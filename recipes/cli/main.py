@@ -86,7 +86,7 @@ class OneLineHelp(argparse.RawDescriptionHelpFormatter):
     """Help with room for most flags on a line of their own."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34)
+        super().__init__(prog, max_help_position=36)
 
 
 class OneLineParser(argparse.ArgumentParser):

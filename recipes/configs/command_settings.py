@@ -1,5 +1,7 @@
-"""The settings of every command. Each field is a flag of the command line, or one of its positional arguments.
-The docstring of a class is what `--help` of its command says, with an example.
+"""The settings of commands: each field is a flag of the command line, or a positional argument.
+
+The docstring of a class is what `--help` of its command says, with an example. Settings of other commands stand in
+data_settings.py, training_settings.py and server_settings.py.
 
 Nothing slow is imported here, so that `--help` and mistakes in flags are answered at once.
 """
@@ -135,8 +137,7 @@ class EvaluateSettings(OfDrafters):
     """Measure acceptance and speed of drafters beside plain decoding.
 
     example:
-      draftsmith evaluate --target MODEL --drafter runs/my/best --drafter ngram \\
-        --prompts held_out.jsonl --temperature 0 1 --batch-size 1 4 --out runs/my-evaluation
+      draftsmith evaluate --target MODEL --drafter runs/my/best --prompts P --temperature 0 1 --out DIR
     """
 
     prompts: tuple[Name, ...] = option(INPUT, "files, folders, Hub NAME:COLUMN, .yaml", metavar="P")
@@ -229,9 +230,9 @@ class LoadTestSettings(OfDrafters):
     output_lengths: Lognormal | None = option(
         TRAFFIC, "drawn lengths: answers are cut there", None, ("MEDIAN", "SIGMA")
     )
-    repeats: Count = option(MEASURING, "runs of each stage", 3, "N")
-    sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
-    sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
+    repeats: Count = option(TRAFFIC, "runs of each stage", 3, "N")
+    sla_ttft_ms: Positive | None = option(TRAFFIC, "latest first token of 95 % of requests", None, "MS")
+    sla_tpot_ms: Positive | None = option(TRAFFIC, "longest later token of 95 % of requests", None, "MS")
 
     def refuse_mistakes(self) -> None:
         if len(self.drafter) > 1 or self.drafter == ("none",):
@@ -309,8 +310,8 @@ class PlanSettings(OfTarget):
 
     def refuse(self, names: tuple[str, ...], where: str) -> None:
         """Refuse settings that were given and have no effect."""
-        if given := next((name for name in names if getattr(self, name)), None):
-            raise UserError(f"--{given.replace('_', '-')} has no effect {where}: leave it out")
+        if ignored := next((name for name in names if getattr(self, name)), None):
+            raise UserError(f"--{ignored.replace('_', '-')} has no effect {where}: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,9 @@ def playground_data() -> PlaygroundData:
         families=[
             PlaygroundFamily(name, number / read, parallel, note) for name, (number, parallel, note) in weights.items()
         ],
-        reached=[ReachedAcceptance(one.kind, one.where, one.source, mean_rate(one.rates)) for one in PUBLISHED],
+        reached=[
+            ReachedAcceptance(entry.kind, entry.where, entry.source, mean_rate(entry.rates)) for entry in PUBLISHED
+        ],
         cache_share=2 * layers * cache_width / read,
         target="Llama-3.1-8B",
     )

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftsmith.models.drafter_configs import LayersLikeTarget
+from draftsmith.models.reading import JsonObject
 from draftsmith.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -22,12 +23,8 @@ if TYPE_CHECKING:
 EPOCHS = 3
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, EPOCHS), "production": (530_000, EPOCHS)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
-WITH_MTP = (
-    "llama",
-    "qwen3",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # of the types below, those whose heads for further tokens mtp_layouts.py knows
+# The types below whose heads for further tokens (MTP) models/drafters/mtp_layouts.py knows.
+WITH_MTP = ("llama", "qwen3", "qwen3_5_text", "qwen3_5_moe_text")
 TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
 
 
@@ -35,7 +32,7 @@ TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and an
 class PublicTarget:
     name: str  # on the Hub
     model_type: str  # as transformers names its architecture
-    shape: dict[str, Any]  # fields of its config
+    shape: JsonObject  # fields of its config
 
     @property
     def config(self) -> "PretrainedConfig":
@@ -44,7 +41,7 @@ class PublicTarget:
         return AutoConfig.for_model(self.model_type, **self.shape)
 
 
-QWEN3: dict[str, Any] = {
+QWEN3: dict[str, int] = {
     "vocab_size": 151936,
     "head_dim": 128,
     "max_position_embeddings": 40960,
@@ -80,7 +77,7 @@ def _qwen3(name: str, hidden: int, layers: int, heads: int, inner: int, tied: bo
     return PublicTarget(name, "qwen3", QWEN3 | shape)
 
 
-QWEN3_5: dict[str, Any] = {
+QWEN3_5: dict[str, int] = {
     "vocab_size": 248320,
     "head_dim": 256,
     "linear_num_key_heads": 16,

@@ -108,8 +108,8 @@ class RefreshSettings(OnDevice):
     out: FilePath = option(OUTPUT, "folder of the champions", metavar="DIR")
 
     def refuse_mistakes(self) -> None:
-        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
-        if self.rollback and (others := set(given) - WITH_ROLLBACK):
+        changed = {setting.name for setting in fields(self) if getattr(self, setting.name) != setting.default}
+        if self.rollback and (others := changed - WITH_ROLLBACK):
             flag = f"--{sorted(others)[0].replace('_', '-')}"
             raise UserError(f"--rollback does nothing else: leave out {flag}")
         if self.follow and not self.traffic:

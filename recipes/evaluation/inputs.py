@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.progress import waiting
 from draftsmith.data.prompts.prompts import read_prompt_set
@@ -10,7 +9,7 @@ from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import read_json
+from draftsmith.models.reading import JsonObject, read_json
 from draftsmith.models.sampling.trees import DDTree, DynamicTree, StaticTree, Tree
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
@@ -21,7 +20,7 @@ DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # so many repeats of each setting, or
 MOST_REPEATS = 25  # where a time is given
 
 
-def load_target(name: str, device: str | None, chat_template_kwargs: dict[str, Any] | None = None) -> Target:
+def load_target(name: str, device: str | None, chat_template_kwargs: JsonObject | None = None) -> Target:
     """Return a target on its device, and say so while it is loaded.
 
     `chat_template_kwargs` are given to its chat template with every chat. Raises `UserError` for what it does not read.

@@ -74,7 +74,7 @@ def gpu_plan(settings: PlanSettings) -> GpuPlan:
         shape, kind = drafter_shape(drafter_name, config, name)
         shapes.append(shape)
         drafters.append(planned_drafter(RooflineCosts(times, shape), kind, batches, context, settings))
-    contexts = sorted({context, *(one for one in CONTEXTS if one <= longest_text)})
+    contexts = sorted({context, *(length for length in CONTEXTS if length <= longest_text)})
     return GpuPlan(
         times.shape,
         machine,
@@ -82,13 +82,13 @@ def gpu_plan(settings: PlanSettings) -> GpuPlan:
         settings.reply or REPLY,
         times.free_tokens(),
         shapes,
-        [step_times(times, batches, one) for one in contexts],
+        [step_times(times, batches, length) for length in contexts],
         drafters,
         [
-            one
+            outcome
             for batch in batches
             if batch <= times.rows_that_fit(context)
-            for one in outcomes(times, batch, context, drafters, settings)
+            for outcome in outcomes(times, batch, context, drafters, settings)
         ],
         settings.price,
         training_plans(settings, config, times.shape, machine),

@@ -52,7 +52,7 @@ def print_training(plan: GpuPlan, console: Console) -> None:
         console.print(f"\n{heading(training)}", style="bold")
         table = ways_table(training)
         console.print(for_terminal(table, [name for name in table.headings if name not in ON_PAGE_ALONE]))
-        console.print(verdict(training))
+        console.print(cheapest_text(training))
         for command in commands(training, training.cheapest):
             console.print(f"  {command}", soft_wrap=True)
     if plan.training:
@@ -70,7 +70,7 @@ def training_section(plan: GpuPlan) -> Section:
         "What a training takes before anything is started, by the way in which the target's features are made.",
         [ways_table(training) for training in trainings],
         folded=[commands_table(training) for training in trainings],
-        notes=[verdict(training) for training in trainings],
+        notes=[cheapest_text(training) for training in trainings],
     )
 
 
@@ -121,7 +121,7 @@ def rate(traffic: Traffic) -> str:
     return number(traffic.rate / 1e9) if traffic.rate else "–"
 
 
-def verdict(training: TrainingPlan) -> str:
+def cheapest_text(training: TrainingPlan) -> str:
     """Return which way is the cheapest, and what it would be without a disk for features."""
     if training.cheapest is None:
         return (
@@ -129,18 +129,18 @@ def verdict(training: TrainingPlan) -> str:
             "larger ones with --gpu."
         )
     ways = {way.name: way for way in training.ways}
-    found = ways[training.cheapest]
-    disk = f" and {size_text(found.stored_bytes)} of disk" if found.stored_bytes else ""
-    line = f"The cheapest way of making features for {training.drafter} is {found.name}: {costs(found)}{disk}"
-    if not found.stored_bytes:
+    way = ways[training.cheapest]
+    disk = f" and {size_text(way.stored_bytes)} of disk" if way.stored_bytes else ""
+    line = f"The cheapest way of making features for {training.drafter} is {way.name}: {cost_text(way)}{disk}"
+    if not way.stored_bytes:
         return f"{line}."
     if training.cheapest_without_disk is None:
         return f"{line}; no way without that disk fits these GPUs."
     other = ways[training.cheapest_without_disk]
-    return f"{line}; without that disk it is {other.name}: {costs(other)}."
+    return f"{line}; without that disk it is {other.name}: {cost_text(other)}."
 
 
-def costs(way: TrainingWay) -> str:
+def cost_text(way: TrainingWay) -> str:
     dollars = "" if way.dollars is None else f" (${way.dollars:,.0f})"
     return f"{number(way.gpu_hours)} GPU hours{dollars}"
 

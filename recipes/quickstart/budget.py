@@ -49,9 +49,8 @@ NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoin
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
 COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
 TIMED_PROMPTS = 8
-MOST_STORED = (
-    4 << 30
-)  # bytes of features on the disk, which all drafters read; the target runs for each where it is more
+# Bytes of features on the disk, which all drafters read. Where there would be more, the target runs for each drafter.
+MOST_STORED = 4 << 30
 
 
 @dataclass

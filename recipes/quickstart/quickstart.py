@@ -39,7 +39,7 @@ from draftsmith.recipes.quickstart.budget import (
 )
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, TRAINING_FREE
+from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE, is_served
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove
@@ -119,12 +119,9 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
 
 def fastest_served(fastest: list[Evaluation]) -> Evaluation | None:
     """Return the first that vLLM serves, n-grams only where they pay: what costs no training has to bring something."""
-    return next((one for one in fastest if is_served(one)), None)
-
-
-def is_served(evaluation: Evaluation) -> bool:
-    kind = evaluation.drafter_kind
-    return ("vllm", kind) in LOADER_RULES or (kind in TRAINING_FREE and evaluation.results[0].pays)
+    served = [evaluation for evaluation in fastest if is_served(evaluation.drafter_kind, "vllm")]
+    bringing = (one for one in served if one.drafter_kind not in TRAINING_FREE or one.results[0].pays)
+    return next(bringing, None)
 
 
 def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) -> TrainConfig:

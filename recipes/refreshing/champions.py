@@ -44,7 +44,8 @@ class Champions:
     def promote(self, number: int, checkpoint: Path, before: int) -> None:
         """Let a checkpoint serve in place of an earlier champion. Done again after a kill, it comes to the same end."""
         copy_checkpoint(checkpoint, self.path(number))
-        kept = [one for one in self.numbers() if not before < one < number]  # others were rolled back from
+        # Those between the two were rolled back from.
+        kept = [champion for champion in self.numbers() if not before < champion < number]
         keep_only(self.folder, kept)
         self._serve(number)
         keep_only(self.folder, kept[-KEPT:])
@@ -52,7 +53,7 @@ class Champions:
     def roll_back(self) -> int:
         """Let the champion before the one that serves serve again, and return its number. Raises `UserError`."""
         serving = self.serving
-        earlier = [one for one in self.numbers() if serving is not None and one < serving]
+        earlier = [champion for champion in self.numbers() if serving is not None and champion < serving]
         if serving is None or not earlier:
             raise UserError(f"{self.folder} holds no champion from before the one that serves: nothing is changed")
         self._serve(earlier[-1])

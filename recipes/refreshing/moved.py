@@ -1,4 +1,4 @@
-"""Whether the traffic moved since the last training: two tests by permutation, which together cry wolf at a set rate.
+"""Whether the traffic moved since the last training: two permutation tests with a set rate of false alarms together.
 
 Both ask whether the new prompts could be a random part of the new and the old ones together. So their false alarms are
 as rare as asked for, however few prompts there are, as long as prompts come independently of each other.
@@ -72,8 +72,8 @@ def shift_of(new: dict[str, int], old: dict[str, int]) -> float:
 def acceptance_p_value(new: Sequence[Stats], old: Sequence[Stats]) -> float:
     """Return how likely the new prompts are accepted so much less than the old ones, if they are drawn alike."""
     both = [*new, *old]
-    accepted = np.array([one.num_accepted_tokens for one in both], dtype=float)
-    drafts = np.array([one.num_drafts for one in both], dtype=float)
+    accepted = np.array([stats.num_accepted_tokens for stats in both], dtype=float)
+    drafts = np.array([stats.num_drafts for stats in both], dtype=float)
     orders = np.random.default_rng(0).permuted(np.tile(np.arange(len(both)), (DRAWS, 1)), axis=1)[:, : len(new)]
     own = np.arange(len(new))[None]
     fall, falls = (fall_of(accepted, drafts, picks) for picks in (own, orders))
@@ -94,12 +94,12 @@ def p_value(observed: Floats, drawn: Floats) -> float:
 
 def why_moved(look: Look, false_alarms: float) -> str | None:
     """Return in words what moved; None where nothing did. Each test has its part of the false alarms."""
-    level, found = false_alarms / NUM_TESTS, []
+    level, reasons = false_alarms / NUM_TESTS, []
     if look.domains_p_value is not None and look.domains_p_value <= level and look.shift >= LEAST_SHIFT:
-        found.append(f"the shares of domains moved by {look.shift:.0%} (p = {look.domains_p_value:.2g})")
+        reasons.append(f"the shares of domains moved by {look.shift:.0%} (p = {look.domains_p_value:.2g})")
     if look.acceptance_p_value is not None and look.acceptance_p_value <= level:
-        found.append(f"the champion accepts less than on the traffic before (p = {look.acceptance_p_value:.2g})")
-    return "; ".join(found) or None
+        reasons.append(f"the champion accepts less than on the traffic before (p = {look.acceptance_p_value:.2g})")
+    return "; ".join(reasons) or None
 
 
 def fall_in_history(path: Path, since: float) -> str | None:
@@ -108,10 +108,10 @@ def fall_in_history(path: Path, since: float) -> str | None:
         return None
     history = History(path)
     for server in history.servers():
-        pools, found = [Pool(size) for size in POOLED], None
+        pools, fall = [Pool(size) for size in POOLED], None
         for reading in history.of(server):
             changes = list(filter(None, [pool.add(reading) for pool in pools]))
-            found = changes[0] if changes and reading.time > since else found
-        if found:
-            return f"{server}: {change_text(found)}"
+            fall = changes[0] if changes and reading.time > since else fall
+        if fall:
+            return f"{server}: {change_text(fall)}"
     return None

@@ -11,7 +11,7 @@ from draftsmith.recipes.reports.tables import Cell, Row, Section, interval_text,
 def refresh_page(state: RefreshState, serving: int | None) -> str:
     """Return one page that needs no other file and no network."""
     newest = state.rounds[-1]
-    rows = [round_row(one) for one in reversed(state.rounds)]
+    rows = list(map(round_row, reversed(state.rounds)))
     lead = "The newest round first. Acceptance lengths are those of champion and challenger on held-out prompts."
     table = table_of("", rows, words=("round", "traffic", "looked", "outcome"))
     return rendered(
@@ -26,25 +26,25 @@ def refresh_page(state: RefreshState, serving: int | None) -> str:
     )
 
 
-def round_row(one: Round) -> Row:
+def round_row(round: Round) -> Row:
     """Return a round as a row of the table."""
-    judgement = one.judgement
+    judgement = round.judgement
     return {
-        "round": Cell(f"{one.number}", time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time))),
-        "traffic": one.traffic.text,
-        "looked": one.look.reason if one.look else "–",
-        "steps at most": f"{one.plan.num_steps}" if one.plan else "–",
+        "round": Cell(f"{round.number}", time.strftime("%Y-%m-%d %H:%M", time.localtime(round.time))),
+        "traffic": round.traffic.text,
+        "looked": round.look.reason if round.look else "–",
+        "steps at most": f"{round.plan.num_steps}" if round.plan else "–",
         "on the newest": compared(judgement.new if judgement else None),
         "on the old": compared(judgement.old if judgement else None),
         "speed beside the champion": ratio_text(judgement.new.speed_ratio, judgement.new.speed_ratio_ci95)
         if judgement
         else "–",
-        "outcome": Cell(one.outcome or "goes on", tone="good" if one.promoted else ""),
+        "outcome": Cell(round.outcome or "goes on", tone="good" if round.promoted else ""),
     }
 
 
-def compared(found: Comparison | None) -> Cell | str:
+def compared(comparison: Comparison | None) -> Cell | str:
     """Return a comparison as a cell: both acceptance lengths, and the interval of the difference below them."""
-    if found is None:
+    if comparison is None:
         return "–"
-    return Cell(f"{found.champion:.2f} → {found.challenger:.2f}", interval_text(found.ci95))
+    return Cell(f"{comparison.champion:.2f} → {comparison.challenger:.2f}", interval_text(comparison.ci95))

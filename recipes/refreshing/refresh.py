@@ -157,7 +157,7 @@ class Refresh:
     @property
     def target_is_new(self) -> bool:
         """Whether the rounds before this one looked at another target alone."""
-        seen = [one.fingerprint for one in self.state.rounds if one.look]
+        seen = [round.fingerprint for round in self.state.rounds if round.look]
         return bool(seen) and self.fingerprint not in seen
 
     def first_champion(self) -> Drafter:
@@ -185,7 +185,7 @@ class Refresh:
     def forget_old_prompts(self) -> None:
         """Delete prompts older than the window, and give up a round whose own are, or whose target has changed."""
         oldest, current = time.time() - DAY * self.settings.window, self.state.open
-        kept = [one.number for one in self.state.rounds if one.prompts and one.time >= oldest]
+        kept = [round.number for round in self.state.rounds if round.prompts and round.time >= oldest]
         if current and current.prompts not in kept:
             self.close("given up: its prompts are not kept any more")
         elif current and current.fingerprint != self.fingerprint:
@@ -241,7 +241,7 @@ class Refresh:
     def first_kept(self) -> Round | None:
         """Return the oldest round before this one whose prompts are kept, if any."""
         kept = self.window.numbers()
-        return next((one for one in self.state.rounds if one.prompts in kept and one.outcome), None)
+        return next((round for round in self.state.rounds if round.prompts in kept and round.outcome), None)
 
     def compared(self, look: Look, newest: list[Stats], reference: Round) -> Look:
         """Return the look with the tests of the newest traffic beside that of an earlier round, and the decision."""
@@ -265,7 +265,7 @@ class Refresh:
 
     def survival(self) -> Survival | None:
         """Return how much of the champion's acceptance a new target left; None where it was not measured before."""
-        before = next((one for one in reversed(self.state.rounds) if one.outcome and one.acceptance), None)
+        before = next((round for round in reversed(self.state.rounds) if round.outcome and round.acceptance), None)
         if before is None or before.acceptance is None or before.serves != self.round.champion:
             return None
         if before.prompts is None or before.prompts not in self.window.numbers():

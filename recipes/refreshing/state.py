@@ -57,7 +57,7 @@ class RefreshState:
     @property
     def last_trained(self) -> Round | None:
         """The last round that is over and was trained on, if any."""
-        return next((one for one in reversed(self.rounds) if one.judgement and one.outcome), None)
+        return next((round for round in reversed(self.rounds) if round.judgement and round.outcome), None)
 
     @property
     def next_number(self) -> int:
@@ -66,7 +66,7 @@ class RefreshState:
 
     def with_round(self, current: Round) -> "RefreshState":
         """Return the state with a new round, or with one in place of what was known of it."""
-        earlier = [one for one in self.rounds if one.number != current.number]
+        earlier = [round for round in self.rounds if round.number != current.number]
         return replace(self, rounds=[*earlier, current][-MOST_ROUNDS:])
 
 

@@ -44,12 +44,12 @@ class Window:
 
     def earlier_training(self, number: int, most: int) -> list[Prompt]:
         """Return prompts to train on of the rounds before one, drawn from all of them, without those of it."""
-        earlier = [prompt for one in self.numbers() if one < number for prompt in self.training(one)]
+        earlier = [prompt for round in self.numbers() if round < number for prompt in self.training(round)]
         return drawn_beside(self.training(number), earlier, most)
 
     def earlier_held_out(self, number: int, most: int) -> list[Prompt]:
         """Return held-out prompts of the rounds before one, drawn from all of them, without those of it."""
-        earlier = [prompt for one in self.numbers() if one < number for prompt in self.held_out(one)]
+        earlier = [prompt for round in self.numbers() if round < number for prompt in self.held_out(round)]
         return drawn_beside(self.held_out(number), earlier, most)
 
     def keep_only(self, numbers: Collection[int]) -> None:

@@ -12,7 +12,7 @@ from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import COMPLETE, finish_moving, real_path
-from draftsmith.models.reading import read_json, read_text, read_typed
+from draftsmith.models.reading import read_json, read_json_object, read_text, read_typed
 from draftsmith.recipes.report_data.contents import EXTRAS, ReportData
 from draftsmith.recipes.report_data.measured import (
     EvaluatedCheckpoint,
@@ -139,7 +139,7 @@ def _read_run(folder: Path, reader: Reader) -> EvaluatedRun | None:
         return None
     checkpoints = [_read_checkpoint(path, reader) for path in measured_checkpoints(folder)]
     vocabulary = reader.read(read_vocabulary, folder)
-    environment = reader.read(partial(read_typed, dict[str, Any]), folder / "environment.json")
+    environment = reader.read(read_json_object, folder / "environment.json")
     text = vocabulary_text(vocabulary) if vocabulary else ""
     return EvaluatedRun(
         name=real_path(folder).name,

@@ -209,7 +209,7 @@ def as_markdown(
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def as_json(data: ReportData, verdict: Verdict, profiles: list[Profile]) -> dict[str, Any]:
+def as_json(data: ReportData, verdict: Verdict, profiles: list[Profile]) -> dict[str, object]:
     """Return what the page says, for programs: the rows are those of evaluation.json."""
     return {
         "target": data.target,

@@ -312,7 +312,7 @@ def predictions_of(data: ReportData) -> list[Prediction]:
 
 def draw_predicted_speedup(predictions: list[Prediction], styles: dict[str, LineStyle], figure: Figure) -> None:
     axes = figure.subplots()
-    top = 1.08 * max(max(one.predicted, one.row.speed.speedup) for one in predictions)
+    top = 1.08 * max(max(prediction.predicted, prediction.row.speed.speedup) for prediction in predictions)
     for name in dict.fromkeys(prediction.drafter for prediction in predictions):
         own = [prediction for prediction in predictions if prediction.drafter == name]
         measured = [prediction.row.speed.speedup for prediction in own]

@@ -5,7 +5,6 @@ The engine is an environment that has vLLM, or a vLLM that is running (vllm_run.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, engine_speed
-from draftsmith.recipes.serving.vllm_run import EngineRun, run_address, run_environment
+from draftsmith.recipes.serving.vllm_run import EngineRun, SpeculativeConfig, run_address, run_environment
 from draftsmith.train.engine.vllm_counters import Counters
 
 TOLERANCE = 0.02  # largest relative difference of mean acceptance lengths that counts as agreement
@@ -56,7 +55,7 @@ class EngineReport:
         """Whether acceptance lengths are within the tolerance, and texts differ at near ties alone."""
         return self.relative_difference <= TOLERANCE and self.texts.divergences == 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the content of engine_check.json."""
         return {
             "engine": self.engine.version,
@@ -84,7 +83,7 @@ def counts_of(counters: Stats | Counters) -> dict[str, float | list[float]]:
 
 def check_engine(
     engine: str,
-    settings: dict[str, Any],
+    speculative: SpeculativeConfig,
     drafter: Drafter,
     target: Target,
     prompts: list[list[int]],
@@ -93,17 +92,17 @@ def check_engine(
     """Decode the prompts greedily with the engine and with draftsmith, and compare.
 
     `engine`: the folder of an environment with vLLM, or the address of a running one (http://...), which must serve
-    this target with this drafter, and nobody else meanwhile. `settings`: vLLM's speculative config, which a running
-    one has already. Raises `UserError` where the engine cannot be reached or refuses.
+    this target with this drafter, and nobody else meanwhile. A running one has been told `speculative`
+    already. Raises `UserError` where the engine cannot be reached or refuses.
     """
-    draft_length = settings["num_speculative_tokens"]
+    draft_length = speculative.num_speculative_tokens
     output = SpeculativeDecoder(target, drafter).generate(
         prompts, max_new_tokens, draft_length=draft_length, batch_size=OUR_BATCH_SIZE
     )
     if engine.startswith("http"):
         run = run_address(engine, target, prompts, max_new_tokens)
     else:
-        run = run_environment(Path(engine), settings, target, prompts, max_new_tokens)
+        run = run_environment(Path(engine), speculative, target, prompts, max_new_tokens)
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
     texts = compare_outputs(target, prompts, output.token_ids, run.token_ids)

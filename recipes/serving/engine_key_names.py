@@ -11,9 +11,9 @@ reads, P taps and G groups of DFlash2's convolutions, S rank of its selector, U 
 Domino's recurrent unit, E rank of its correction, W width that this reads.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -200,7 +200,7 @@ class LoaderRules:
     tensors: dict[str, str] = field(default_factory=dict)  # none: as config.json (Medusa) or transformers tells
     optional_tensors: dict[str, str] = field(default_factory=dict)
     required: dict[str, type]  # for a key that is not there each engine has a default of its own
-    fixed: dict[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     off: tuple[str, ...] = ()  # flags that must be false or missing: the engine computes something else with them
     missing: str = RANDOM  # what becomes of a tensor that is not there
     unexpected: str = DROPPED  # what becomes of one that the engine does not know
@@ -355,6 +355,11 @@ UNSERVED = {
     ("sglang", "medusa"): "SGLang serves no medusa drafters: it has EAGLE, EAGLE3, STANDALONE and NGRAM",
 }
 SHIFTED_ONLY_FROM_1 = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # targets whose nested ids SGLang counts so
+
+
+def is_served(kind: str, engine: str) -> bool:
+    """Return whether an engine serves drafters of a kind."""
+    return (engine, kind) in LOADER_RULES or engine in TRAINING_FREE.get(kind, ())
 
 
 def rules_for(engine: str, kind: str) -> LoaderRules:

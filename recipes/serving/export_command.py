@@ -122,10 +122,10 @@ def check_exported(
 ) -> EngineReport:
     """Let an engine serve the directory, and an environment the bare target too; write its engine_check.json."""
     draft_length = at_most_drafted(exported, draft_length)
-    settings = speculative_config(exported.kind, str(real_path(exported.directory)), draft_length)
+    speculative = speculative_config(exported.kind, str(real_path(exported.directory)), draft_length)
     target, name = as_served(exported, target)
     drafter = load_drafter(name, target)
-    report = check_engine(engine, settings, drafter, target, prompts.token_ids, max_new_tokens)
+    report = check_engine(engine, speculative, drafter, target, prompts.token_ids, max_new_tokens)
     if not engine.startswith("http"):
         report = add_speed(report, Path(engine), target, prompts.token_ids, max_new_tokens)
     write_json(exported.directory / "engine_check.json", to_json(report))

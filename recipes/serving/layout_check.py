@@ -6,7 +6,6 @@ It looks both ways: for what the engine needs and is not there, and for what is 
 import math
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import JsonObject
 from draftsmith.recipes.serving.engine_key_names import (
     DROPPED,
     DTYPES,
@@ -85,7 +85,7 @@ def config_problems(rules: LoaderRules, files: Checkpoint, target: Target) -> It
         yield from medusa_problems(files)
 
 
-def causality_problems(config: dict[str, Any]) -> Iterator[str]:
+def causality_problems(config: JsonObject) -> Iterator[str]:
     """Yield what engines would take for a block's attention; without `is_causal` each layer goes by its own type."""
     causal, mixed = config.get("is_causal"), len(set(config.get("layer_types") or ())) > 1
     if mixed and causal is not None:
@@ -108,7 +108,7 @@ def rope_problems(files: Checkpoint, target: Target) -> Iterator[str]:
         yield f"max_position_embeddings is below the target's {target.context}: acceptance would end there"
 
 
-def scaling_of(rope: dict[str, Any]) -> dict[str, object]:
+def scaling_of(rope: JsonObject) -> dict[str, object]:
     """Return what either schema says beside theta; the older one calls its type "type", too."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     return {"rope_type": kind, **{k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}}

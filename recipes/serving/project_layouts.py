@@ -1,11 +1,11 @@
 """The layouts of other projects: speculators' format, and those that EAGLE's and Medusa's authors load."""
 
 from dataclasses import replace
-from typing import Any
 
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
+from draftsmith.models.reading import JsonObject
 from draftsmith.recipes.serving.layout_check import default_layers
 
 # fmt: off
@@ -74,7 +74,7 @@ def in_speculators_layout(files: Checkpoint, target: Target) -> Checkpoint:
     return replace(files, config=config)
 
 
-def eagle3_entries(config: dict[str, Any]) -> dict[str, Any]:
+def eagle3_entries(config: JsonObject) -> JsonObject:
     """Return the entries that speculators' format has for EAGLE-3, from the engines' config."""
     return {
         "transformer_layer_config": {key: config[key] for key in SPECULATORS_LAYER_KEYS},
@@ -84,12 +84,12 @@ def eagle3_entries(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drafted_tokens(config: dict[str, Any]) -> int:
+def drafted_tokens(config: JsonObject) -> int:
     """Return the number of tokens that a block drafts: one less than its rows if the first row predicts nothing."""
     return config["block_size"] if config["sample_from_anchor"] else config["block_size"] - 1
 
 
-def block_entries(config: dict[str, Any]) -> dict[str, Any]:
+def block_entries(config: JsonObject) -> JsonObject:
     """Return the entries that speculators' format has for DFlash and DSpark, from the engines' config.
 
     vLLM serves full attention as causal unless `sliding_window_non_causal` is true, which speculators itself does not

@@ -1,11 +1,10 @@
 """The commands that serve a target with an exported drafter, and the scripts that hold them."""
 
-import json
 import os
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
@@ -15,6 +14,7 @@ from draftsmith.recipes.serving import vllm_swap
 from draftsmith.recipes.serving.engine_key_names import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.serving.export import PLUGIN, Exported
 from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
+from draftsmith.recipes.serving.vllm_run import SpeculativeConfig
 from draftsmith.recipes.serving.vllm_swap import DraftSwap
 
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
@@ -22,21 +22,26 @@ SWAP = Path(vllm_swap.__file__)  # lies beside a drafter whose weights a vLLM ma
 SGLANG_SCHEDULE = "sglang_schedule.json"
 
 
-def speculative_config(kind: str, model: str, draft_length: int) -> dict[str, Any]:
+def speculative_config(kind: str, model: str, draft_length: int) -> SpeculativeConfig:
     """Return what vLLM is told of a drafter, `model` being its directory or its name on the Hub."""
     if kind in TRAINING_FREE:
-        lookup = {"prompt_lookup_max": NgramConfig.longest, "prompt_lookup_min": NgramConfig.shortest}
-        return {"method": kind, "num_speculative_tokens": draft_length, **(lookup if kind == "ngram" else {})}
+        config = SpeculativeConfig(method=kind, num_speculative_tokens=draft_length)
+        if kind != "ngram":
+            return config
+        return replace(config, prompt_lookup_max=NgramConfig.longest, prompt_lookup_min=NgramConfig.shortest)
     rules = rules_for("vllm", kind)
-    parallel = {"parallel_drafting": True} if rules.parallel_drafting else {}
-    place = {} if rules.in_target else {"model": model}
-    return {"method": rules.method, **place, "num_speculative_tokens": draft_length, **parallel}
+    return SpeculativeConfig(
+        method=rules.method,
+        model=None if rules.in_target else model,
+        num_speculative_tokens=draft_length,
+        parallel_drafting=True if rules.parallel_drafting else None,
+    )
 
 
-def plugin_config(draft_length: int) -> dict[str, Any]:
+def plugin_config(draft_length: int) -> SpeculativeConfig:
     """Return what vLLM is told of the plug-in that serves Medusa heads."""
     name = f"{PLUGIN.stem}.{MedusaProposer.__name__}"
-    return {"method": "custom_class", "model": name, "num_speculative_tokens": draft_length}
+    return SpeculativeConfig(method="custom_class", model=name, num_speculative_tokens=draft_length)
 
 
 def serve_command(
@@ -52,11 +57,11 @@ def serve_command(
     draft_length = at_most_drafted(exported, draft_length)
     if engine == "sglang":
         return shlex.join(sglang_words(exported, where, draft_length, schedule))
-    settings = speculative_config(exported.kind, str(where), schedule.longest if schedule else draft_length)
+    config = speculative_config(exported.kind, str(where), schedule.longest if schedule else draft_length)
     if schedule:
-        settings["num_speculative_tokens_per_batch_size"] = for_vllm(schedule)
+        config = replace(config, num_speculative_tokens_per_batch_size=for_vllm(schedule))
     served = where if exported.in_target else exported.target
-    return shlex.join(["vllm", "serve", shell_path(served), "--speculative-config", json.dumps(settings)])
+    return shlex.join(["vllm", "serve", shell_path(served), "--speculative-config", config.text])
 
 
 def sglang_words(exported: Exported, where: Path | str, draft_length: int, schedule: Schedule | None) -> list[str]:
@@ -82,9 +87,9 @@ def plugin_command(exported: Exported, where: Path | str, draft_length: int) -> 
     Where `where` is a name on the Hub, it must be run in a copy of the directory.
     """
     folder = where if isinstance(where, Path) else "."
-    settings = json.dumps(plugin_config(at_most_drafted(exported, draft_length)))
+    config = plugin_config(at_most_drafted(exported, draft_length))
     words = ["env", f"PYTHONPATH={folder}", "vllm", "serve", shell_path(exported.target)]
-    return shlex.join([*words, "--speculative-config", settings])
+    return shlex.join([*words, "--speculative-config", config.text])
 
 
 def write_swappable(exported: Exported, where: Path, draft_length: int) -> str:

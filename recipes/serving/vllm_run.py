@@ -6,7 +6,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
@@ -14,6 +13,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.files import real_path
 from draftsmith.models.reading import read_typed
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.typed_json import optional, to_json
 from draftsmith.recipes.serving.engine_speed import TimedRequest
 from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, read_version
@@ -25,6 +25,24 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",  # modules of this folder are not what vLLM means by their names
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """The value of vLLM's `--speculative-config`: what it is told of a drafter, by its own names."""
+
+    method: str
+    model: str | None = optional()  # directory or name on the Hub; None where the drafter has no files of its own
+    num_speculative_tokens: int
+    parallel_drafting: bool | None = optional()
+    prompt_lookup_max: int | None = optional()
+    prompt_lookup_min: int | None = optional()
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = optional()  # as `for_vllm` returns it
+
+    @property
+    def text(self) -> str:
+        """The config as a word of a command."""
+        return json.dumps(to_json(self))
 
 
 @dataclass
@@ -39,17 +57,17 @@ class EngineRun:
 
 def run_environment(
     folder: Path,
-    settings: dict[str, Any] | None,
+    speculative: SpeculativeConfig | None,
     target: Target,
     prompts: list[list[int]],
     max_new_tokens: int,
     plugins: Path | None = None,
     temperature: float = 0.0,
 ) -> EngineRun:
-    """Decode with the vLLM of a virtual environment, in the target's precision. `settings` None: without a drafter.
+    """Decode with the vLLM of a virtual environment, in the target's precision. `speculative` None: without a drafter.
 
     It decodes all prompts at once, which is counted, then each of them alone, which is timed. `plugins`: a folder from
-    which vLLM imports what the settings name. Raises `UserError` where there is no vLLM, or where it fails.
+    which vLLM imports what `speculative` names. Raises `UserError` where there is no vLLM, or where it fails.
     """
     python = folder / "bin" / "python"
     if not python.is_file():
@@ -62,7 +80,7 @@ def run_environment(
             "max_model_len": min(longest, target.context),
             "enforce_eager": True,
             "seed": 0,
-            "speculative_config": settings,
+            "speculative_config": to_json(speculative),
         },
         "sampling": {"temperature": temperature, "max_tokens": max_new_tokens},
         "prompts": prompts,

@@ -6,7 +6,6 @@ No time is measured: one plain decoding of the prompts a temperature and one pas
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -49,7 +48,7 @@ class DifferenceFromFirst:
     first: str
     paired: PairedDifference
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"from": self.first, **to_json(self.paired)}
 
 

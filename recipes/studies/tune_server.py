@@ -5,12 +5,10 @@ lengths in between promise most at some number of clients: these are measured, t
 with other requests, beside plain decoding.
 """
 
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -42,6 +40,7 @@ from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE, VLLM
 from draftsmith.recipes.serving.export import Exported, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import speculative_config, write_script
+from draftsmith.recipes.serving.vllm_run import SpeculativeConfig
 from draftsmith.train.engine.restarted import ENGINE_LOG
 
 LONGEST, LONGEST_LOOKUP = 6, 8  # draft lengths that are tried where none is given
@@ -111,11 +110,11 @@ def tune(servers: Servers, settings: TuneServerSettings) -> ServerTuning:
     others = tried_lookups(servers, settings) if exported.kind in TRAINING_FREE else tried_lengths(servers, settings)
     clients = [int(load.value) for load in servers.loads]
     chosen = choose(plain, others, clients, exported.kind in DYNAMIC_KINDS and len(clients) > 1)
-    confirmed, found = [], []
+    confirmed, gains = [], []
     if chosen.draft_length:
         seed = settings.seed + OTHER_REQUESTS
         confirmed = [servers.measure(candidate, seed) for candidate in (Candidate(0), chosen)]
-        found = differences(*confirmed)
+        gains = differences(*confirmed)
     where = real_path(settings.out / "drafter")
     config = vllm_settings(exported, chosen, where)
     served = str(where) if servers.is_in_target(chosen) else exported.target
@@ -125,10 +124,10 @@ def tune(servers: Servers, settings: TuneServerSettings) -> ServerTuning:
         tried=servers.measured,
         chosen=chosen,
         confirmed=confirmed,
-        differences=found,
+        differences=gains,
         speculative_config=config,
         command=serve_command(served, config, settings.vllm_options),
-        verdict=verdict(found, "plain decoding", chosen.text) if found else "no draft length is shown to be faster",
+        verdict=verdict(gains, "plain decoding", chosen.text) if gains else "no draft length is shown to be faster",
     )
 
 
@@ -155,38 +154,38 @@ def tried_lookups(servers: Servers, settings: TuneServerSettings) -> list[Measur
     return others
 
 
-def vllm_settings(exported: Exported, candidate: Candidate, where: Path) -> dict[str, Any] | None:
+def vllm_settings(exported: Exported, candidate: Candidate, where: Path) -> SpeculativeConfig | None:
     """Return vLLM's speculative config of a candidate whose drafter lies at `where`; None for plain decoding."""
     if not candidate.draft_length:
         return None
     config = speculative_config(exported.kind, str(where), candidate.draft_length)
     if candidate.lookup:
-        config |= {"prompt_lookup_min": candidate.lookup[0], "prompt_lookup_max": candidate.lookup[1]}
+        config = replace(config, prompt_lookup_min=candidate.lookup[0], prompt_lookup_max=candidate.lookup[1])
     if candidate.schedule:
-        config["num_speculative_tokens_per_batch_size"] = for_vllm(candidate.schedule)
+        config = replace(config, num_speculative_tokens_per_batch_size=for_vllm(candidate.schedule))
     return config
 
 
-def serve_command(served: str, config: dict[str, Any] | None, options: list[str]) -> str:
+def serve_command(served: str, config: SpeculativeConfig | None, options: list[str]) -> str:
     """Return the shell command that serves a model so."""
     words = ["vllm", "serve", shell_path(served), *options]
-    return shlex.join(words if config is None else [*words, "--speculative-config", json.dumps(config)])
+    return shlex.join(words if config is None else [*words, "--speculative-config", config.text])
 
 
 def candidate_table(tuning: ServerTuning) -> Table:
     """Return the table of what was measured first: a row for each candidate and load."""
     plain, *others = tuning.tried
     rows = [row_of("plain decoding", stage, "") for stage in plain.stages]
-    for one in others:
-        gains = [gain_text(found) for found in differences(plain, one)]
-        rows += [row_of(one.candidate.text, stage, gain) for stage, gain in zip(one.stages, gains, strict=True)]
+    for measured in others:
+        gains = [gain_text(gain) for gain in differences(plain, measured)]
+        rows += [row_of(measured.candidate.text, *pair) for pair in zip(measured.stages, gains, strict=True)]
     headings = ["settings", "load", "tokens/s", "a token ms", "acceptance length", "beside plain decoding"]
     return Table("", headings, rows, "", words=("settings", "load", "beside plain decoding"))
 
 
-def gain_text(found: Difference) -> str:
+def gain_text(gain: Difference) -> str:
     """Return a gain with its interval, short enough for a table."""
-    return f"{found.ratio:.2f}x" + (f" ({found.interval[0]:.2f} to {found.interval[1]:.2f})" if found.interval else "")
+    return f"{gain.ratio:.2f}x" + (f" ({gain.interval[0]:.2f} to {gain.interval[1]:.2f})" if gain.interval else "")
 
 
 def row_of(name: str, stage: BenchStage, gain: str) -> list[Cell]:

@@ -52,8 +52,8 @@ class ChangeTest:
             normal = float(ndtri(stdtr(before.count - 1, (value - before.mean) / spread)))
             self._fall = max(0.0, self._fall - max(normal, -FARTHEST) - SLACK)
         if self._fall == 0.0:
-            for one in self._since:
-                self._learn(one)
+            for reading in self._since:
+                self._learn(reading)
             self._since = []
         self._since.append(WeightedReading(time, value, weight, error))
         if self._fall <= LIMIT:
@@ -77,7 +77,7 @@ class ChangeTest:
 
 @dataclass(frozen=True)
 class WeightedReading:
-    """A reading with its standard error. Its weight is the inverse of its variance, which other prompts add to."""
+    """A reading with its standard error, and its weight: the inverse of its variance, to which other prompts add."""
 
     time: float
     value: float
@@ -88,8 +88,8 @@ class WeightedReading:
 def likeliest_change(readings: list[WeightedReading], before: float) -> Change:
     """Return the change after which the readings lie farthest below a level, by their likelihood."""
     after, best = Moments(), (-math.inf, 0.0, 0.0)
-    for last, one in zip(readings[-2::-1], readings[:0:-1], strict=True):
-        after.add(one.value, one.weight)
+    for last, reading in zip(readings[-2::-1], readings[:0:-1], strict=True):
+        after.add(reading.value, reading.weight)
         fall = max(0.0, before - after.mean)
         best = max(best, (after.weight * fall**2, last.time, after.mean))
     return Change(best[1], before, best[2])

@@ -35,7 +35,7 @@ def watch_page(servers: Sequence[Series], interval: float) -> str:
     title = f"acceptance has fallen at {', '.join(fallen)}" if fallen else "acceptance is as it was"
     plots = [
         Plot("acceptance", "Tokens that a draft brings; dotted: as measured at export.", draw_acceptance(servers)),
-        Plot("latency", "Mean time to the first token, and of a later one.", draw_latency(servers)),
+        Plot("latency", "Mean time to the first token, and of a later reading.", draw_latency(servers)),
     ]
     section = Section(
         "servers",
@@ -82,10 +82,10 @@ def draw_acceptance(servers: Sequence[Series]) -> Callable[[Figure], None]:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for series, colour in zip(servers, cycle(COLOURS), strict=False):
-            shown = [one for one in series.readings if one.acceptance_length is not None]
-            times = [datetime.fromtimestamp(one.time) for one in shown]
-            lengths = [one.acceptance_length or 0.0 for one in shown]
-            errors = [2 * one.counters.standard_error if one.counters.num_drafts else 0.0 for one in shown]
+            shown = [reading for reading in series.readings if reading.acceptance_length is not None]
+            times = [datetime.fromtimestamp(reading.time) for reading in shown]
+            lengths = [reading.acceptance_length or 0.0 for reading in shown]
+            errors = [2 * reading.counters.standard_error if reading.counters.num_drafts else 0.0 for reading in shown]
             low = [length - error for length, error in zip(lengths, errors, strict=True)]
             high = [length + error for length, error in zip(lengths, errors, strict=True)]
             axes.fill_between(times, low, high, color=colour, alpha=0.15, linewidth=0)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def draw_latency(servers: Sequence[Series]) -> Callable[[Figure], None]:
         panels = figure.subplots(1, 2)
         for axes, name in zip(panels, ("ttft", "tpot"), strict=True):
             for series, colour in zip(servers, cycle(COLOURS), strict=False):
-                shown = [(one.time, getattr(one, name).milliseconds) for one in series.readings]
+                shown = [(reading.time, getattr(reading, name).milliseconds) for reading in series.readings]
                 known = [(datetime.fromtimestamp(at), value) for at, value in shown if value is not None]
                 axes.plot([at for at, _ in known], [value for _, value in known], color=colour, label=series.url)
             label(axes, {"ttft": "Time to the first token, ms", "tpot": "Time of a later token, ms"}[name], "")

@@ -101,10 +101,10 @@ def samples(page: str) -> list[tuple[str, float]]:
     lines = [line for line in page.splitlines() if line.startswith(NAMES) and "_bucket" not in line]
     if sum(map(len, lines)) > LARGEST_PART:  # which the parser would take long for
         raise ValueError(f"{len(lines)} lines of {sum(map(len, lines))} characters")
-    found = []
+    values = []
     for family in text_string_to_metric_families("\n".join(lines)):
         for sample in family.samples:
             if not 0 <= sample.value < float("inf"):
                 raise ValueError(f"{sample.name} is {sample.value}")
-            found.append((sample.name, sample.value))
-    return found
+            values.append((sample.name, sample.value))
+    return values

@@ -40,7 +40,7 @@ class AcceptanceFell(UserError):
 
 
 @dataclass
-class Watched:
+class WatchedServer:
     """A server that is watched, and what is known of it."""
 
     url: str
@@ -58,16 +58,16 @@ class Watched:
 
     def judge(self, reading: Reading, reference: Reference | None) -> list[str]:
         """Return the alerts that a reading gives: a change, or traffic that costs more than it may."""
-        found = []
+        alerts = []
         if change := self.add(reading):
-            found.append(change_text(change))
+            alerts.append(change_text(change))
         if reference and reading.counters.num_drafts:
             said = judgement(reading.counters, reference)
             began = said.startswith(RETRAIN) and not self.retrains
             self.retrains = said.startswith(RETRAIN)
-            found += [said] if began else []
-        self.alerts += found
-        return found
+            alerts += [said] if began else []
+        self.alerts += alerts
+        return alerts
 
     def add(self, reading: Reading) -> Change | None:
         """Take a reading into the tests of changes; return the change that one of them finds."""
@@ -109,76 +109,76 @@ def change_text(change: Change) -> str:
 def run(settings: WatchSettings, console: Console) -> None:
     """Look at the servers again and again. Raises `AcceptanceFell` after the last look where acceptance has fallen."""
     history, alerts = History(settings.history), Alerts(settings.webhook, settings.listen)
-    watched = [Watched(url, Server(url, "watch", MEND), settings.against) for url in settings.url]
-    several = len(watched) > 1
-    for one in watched:
-        for reading in history.of(one.url):
-            one.add(reading)
-        one.newest = read(one.server)
-        console.print(f"{name_of(one, several)}since its start: {text_of(one, one.newest)}")
+    servers = [WatchedServer(url, Server(url, "watch", MEND), settings.against) for url in settings.url]
+    several = len(servers) > 1
+    for watched in servers:
+        for reading in history.of(watched.url):
+            watched.add(reading)
+        watched.newest = read(watched.server)
+        console.print(f"{name_of(watched, several)}since its start: {text_of(watched, watched.newest)}")
     for _ in count() if settings.readings is None else range(settings.readings):
         time.sleep(settings.interval)
-        for one in watched:
-            for text in look(one, history, alerts):
-                console.print(f"{name_of(one, several)}{text}")
+        for watched in servers:
+            for text in look(watched, history, alerts):
+                console.print(f"{name_of(watched, several)}{text}")
         if settings.page is not None:
-            servers = [series_of(one, history) for one in watched]
-            write_whole(settings.page, watch_page(servers, settings.interval))
-    if fallen := [f"{one.url}: {alert}" for one in watched for alert in one.alerts[-1:]]:
+            shown = [series_of(watched, history) for watched in servers]
+            write_whole(settings.page, watch_page(shown, settings.interval))
+    if fallen := [f"{watched.url}: {alert}" for watched in servers for alert in watched.alerts[-1:]]:
         raise AcceptanceFell("; ".join(fallen))
 
 
-def look(one: Watched, history: History, alerts: Alerts) -> list[str]:
+def look(watched: WatchedServer, history: History, alerts: Alerts) -> list[str]:
     """Read a server's metrics, and return in words what happened since the last look."""
     stamp = time.strftime("%H:%M:%S")
     try:
-        now = read(one.server)
+        now = read(watched.server)
     except UserError as error:
         return [f"{stamp}  {error}"]
-    assert one.newest is not None
-    anew = "the server was started anew; " if now.counters.started_since(one.newest.counters) else ""
-    reading, one.newest = now.since(one.newest), now
-    history.add(one.url, reading)
-    reference = one.reference(reading)
-    found = one.judge(reading, reference)
+    assert watched.newest is not None
+    anew = "the server was started anew; " if now.counters.started_since(watched.newest.counters) else ""
+    reading, watched.newest = now.since(watched.newest), now
+    history.add(watched.url, reading)
+    reference = watched.reference(reading)
+    new_alerts = watched.judge(reading, reference)
     drift = drift_of(reading.counters, reference) if reference and reading.counters.num_drafts else None
-    alerts.show(one.url, reading, drift, bool(one.alerts))
-    for alert in found:
-        alerts.send(f"{one.url}: {alert}")
-    return [f"{stamp}  {anew}{text_of(one, reading)}", *(f"ALERT  {alert}" for alert in found)]
+    alerts.show(watched.url, reading, drift, bool(watched.alerts))
+    for alert in new_alerts:
+        alerts.send(f"{watched.url}: {alert}")
+    return [f"{stamp}  {anew}{text_of(watched, reading)}", *(f"ALERT  {alert}" for alert in new_alerts)]
 
 
-def series_of(one: Watched, history: History) -> Series:
+def series_of(watched: WatchedServer, history: History) -> Series:
     """Return what the page shows of a server."""
-    readings = history.newest(one.url, MOST_SHOWN)
-    reference = one.reference(one.newest) if one.newest else None
+    readings = history.newest(watched.url, MOST_SHOWN)
+    reference = watched.reference(watched.newest) if watched.newest else None
     measured = None
-    if reference and one.newest:
-        measured = reference.range_at(one.newest.counters.mean_draft_length)[0]
-    return Series(one.url, readings, measured, one.alerts)
+    if reference and watched.newest:
+        measured = reference.range_at(watched.newest.counters.mean_draft_length)[0]
+    return Series(watched.url, readings, measured, watched.alerts)
 
 
-def name_of(one: Watched, several: bool) -> str:
+def name_of(watched: WatchedServer, several: bool) -> str:
     """Return what a line begins with: the server's address where there are several."""
-    return f"{one.url}  " if several else ""
+    return f"{watched.url}  " if several else ""
 
 
-def text_of(one: Watched, reading: Reading) -> str:
+def text_of(watched: WatchedServer, reading: Reading) -> str:
     """Return a reading in a line or two."""
     if reading.counters.num_drafts:
-        text = describe(reading.counters, one.reference(reading))
+        text = describe(reading.counters, watched.reference(reading))
     elif reading.accepted is not None:
         text = f"acceptance length {reading.accepted:.2f}, as the server tells it of its newest batches"
     else:
         text = "no drafts"
     waits = [("TTFT", reading.ttft.milliseconds), ("TPOT", reading.tpot.milliseconds)]
     text += "".join(f"  {name} {value:.1f} ms" for name, value in waits if value is not None)
-    return text + speedup_text(one, reading)
+    return text + speedup_text(watched, reading)
 
 
-def speedup_text(one: Watched, reading: Reading) -> str:
+def speedup_text(watched: WatchedServer, reading: Reading) -> str:
     """Return the speedup that the drafter's costs predict for what was read; nothing where there are no costs."""
-    path, counters = one.against and one.against / "costs.json", reading.counters
+    path, counters = watched.against and watched.against / "costs.json", reading.counters
     if path is None or not path.is_file() or not counters.num_drafts:
         return ""
     costs, batch = read_typed(Costs, path), max(1, round(reading.running))

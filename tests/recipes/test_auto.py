@@ -16,7 +16,7 @@ from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_typed
 from draftsmith.recipes.auto import auto, budget
-from draftsmith.recipes.auto.race import Contender, decision, growth_per_doubling, why_over
+from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
 from draftsmith.recipes.auto.score import Load, Score, best_draft_of, potential, rates_of, speedup_of
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
@@ -145,7 +145,7 @@ def test_a_decision_says_who_goes_on_and_why() -> None:
     contenders = [
         Contender(score_of(name, 0.3), 1.5 - i / 10, 2) for i, name in enumerate(("eagle3", "hydra", "medusa"))
     ]
-    text = decision(2, contenders, ["eagle3"], [score_of("ngram", 0.3, speedup=1.1)])
+    text = decided(2, contenders, [score_of("ngram", 0.3, speedup=1.1)]).decision
     assert text == (
         "rung 2: eagle3 goes on; hydra is dropped: forecast 1.40x, eagle3 1.50x; medusa is dropped: forecast 1.30x, "
         "eagle3 1.50x; ngram has 1.10x without training"

@@ -45,7 +45,7 @@ from draftsmith.recipes.serving.export import export_checkpoint
 from draftsmith.recipes.serving.layout_check import tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
-from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, run_environment
+from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, SpeculativeConfig, run_environment
 from draftsmith.recipes.watching import watch
 from draftsmith.train import train
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at
@@ -55,7 +55,7 @@ STEPS = 30
 NUM_PROMPTS = 50
 MENDED = Path(__file__).parents[1] / "helpers" / "mended_cpu_vllm"
 MAX_NEW_TOKENS = 64
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2)
 TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "dflash", "medusa") if kind in DRAFTERS]
 
 
@@ -346,7 +346,7 @@ def test_watching_a_running_server(
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target.name]
     command += ["--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--speculative-config", json.dumps(NGRAM)]
+    command += ["--speculative-config", NGRAM.text]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:

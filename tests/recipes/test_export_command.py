@@ -39,7 +39,7 @@ from draftsmith.recipes.serving.model_card import (
     write_card,
 )
 from draftsmith.recipes.serving.serve_commands import write_scripts
-from draftsmith.recipes.serving.vllm_run import EngineRun, run_environment
+from draftsmith.recipes.serving.vllm_run import EngineRun, SpeculativeConfig, run_environment
 from draftsmith.recipes.watching.reference import read_reference
 from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters
@@ -345,7 +345,7 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
     }
     if change == "text":
         answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
-    settings = {"method": "ngram", "num_speculative_tokens": 2}
+    settings = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     venv = fake_venv(tmp_path / "venv", answer)
     report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40)
     assert report.agrees == (change == "none")
@@ -370,7 +370,7 @@ def test_an_engine_at_an_address(tiny_target: Target) -> None:
     """What it counted before the check, and for others, is not its own; one that drafts nothing is told so."""
     server, drafter = SpeculatingServer(tiny_target, "vllm"), load_drafter("ngram", tiny_target)
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
-    settings = {"method": "ngram", "num_speculative_tokens": 2}
+    settings = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     report = check_engine(server.url, settings, drafter, tiny_target, prompts, 10)
     assert report.engine.version == "vLLM 0"
     assert report.engine.counters == Counters(8, 16, 4)

@@ -36,11 +36,11 @@ from draftsmith.recipes.configs.recipes import recipe_named
 from draftsmith.recipes.planning.drafter_shapes import DRAFT_MODELS, PASSES, drafter_of_shape, drafter_shape
 from draftsmith.recipes.planning.gpu_plan import gpu_plan
 from draftsmith.recipes.planning.training_plan import (
+    cheapest_text,
     commands,
     memory_cell,
     print_training,
     training_assumptions,
-    verdict,
 )
 from draftsmith.recipes.reports.report import SCRIPTS
 from draftsmith.train.config import resolve
@@ -217,7 +217,7 @@ def test_the_cheapest_way_is_one_that_fits(training: Training) -> None:
     assert ways["online, whole"].tokens_per_micro_batch == 2048
     assert ways["stored, in pieces"].tokens_per_micro_batch == 8192  # of 16,384 that the recipe has
     assert memory_cell(ways["online, whole"]).text.endswith("(no)")
-    assert "No way of training eagle3 fits" in verdict(replace(planned, cheapest=None))
+    assert "No way of training eagle3 fits" in cheapest_text(replace(planned, cheapest=None))
     kept = replace(ways["stored, in pieces"], gpu_hours=1.0)
     assert cheapest_of([kept, replace(kept, name="smaller", stored_bytes=1)]) == "smaller"
 
@@ -250,7 +250,7 @@ def test_training_is_printed_and_on_the_page(folder: Path, plan: GpuPlan) -> Non
     printed, page = console.export_text(), (folder / "plan.html").read_text()
     (planned,) = plan.training or []
     words = " ".join(printed.split())
-    for line in (verdict(planned), *training_assumptions(plan)):
+    for line in (cheapest_text(planned), *training_assumptions(plan)):
         assert line in words
         assert html.escape(line).replace("&#x27;", "&#39;") in page
     (cheapest,) = commands(planned, planned.cheapest)

@@ -150,8 +150,8 @@ def test_a_drafter_is_tuned(venv: Path, tiny_target: Target, tmp_path: Path) -> 
     assert [one.candidate.draft_length for one in found.tried[3:]] == [3]  # 13 / 3.4 ms, the least
     assert found.chosen == Candidate(3, schedule=Schedule(((1, 3), (4, 0))))
     assert found.speculative_config is not None
-    assert found.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 3, 3], [4, 4, 0]]
-    assert (Path(found.speculative_config["model"]) / "config.json").is_file()
+    assert found.speculative_config.num_speculative_tokens_per_batch_size == [[1, 3, 3], [4, 4, 0]]
+    assert (Path(str(found.speculative_config.model)) / "config.json").is_file()
     assert [one.ratio for one in found.differences] == [pytest.approx(10 / (13 / 3.4)), pytest.approx(1)]
     script = (out / "serve_vllm.sh").read_text()
     assert shlex.split(script.partition("exec ")[2])[:7] == [
@@ -169,8 +169,8 @@ def test_lookups_are_tuned(venv: Path, tiny_target: Target, tmp_path: Path) -> N
     assert found.speculative_config is not None
     assert found.chosen.lookup is not None
     assert (
-        found.speculative_config["prompt_lookup_min"],
-        found.speculative_config["prompt_lookup_max"],
+        found.speculative_config.prompt_lookup_min,
+        found.speculative_config.prompt_lookup_max,
     ) == found.chosen.lookup
 
 

@@ -38,7 +38,7 @@ def plugged_in(folder: Path, target_model: nn.Module, num_drafts: int = NUM_DRAF
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    proposer = getattr(module, plugin_config(num_drafts)["model"].rpartition(".")[2])(config)
+    proposer = getattr(module, str(plugin_config(num_drafts).model).rpartition(".")[2])(config)
     proposer.load_model(target_model)
     return proposer
 

@@ -4,7 +4,6 @@ DRAFTSMITH_VLLM=VENV pytest -m engine -s tests/train/test_judging_engine.py     
 """
 
 import contextlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def runs(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def options(kind: str, drafter: Path, context: int = 256) -> list[str]:
     settings = speculative_config(kind, str(drafter), DRAFT_LENGTH)
-    return ["--max-model-len", str(context), "--speculative-config", json.dumps(settings)]
+    return ["--max-model-len", str(context), "--speculative-config", settings.text]
 
 
 @pytest.mark.parametrize("kind", KINDS)

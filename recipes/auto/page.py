@@ -13,7 +13,7 @@ from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, setting
 MORE = 10  # times the time, for what it would bring
 
 
-def story_page(state: AutoState, evaluations: list[Evaluation], title: str, more: str | None) -> str:
+def auto_page(state: AutoState, evaluations: list[Evaluation], title: str, more: str | None) -> str:
     """Return one page that needs no other file and no network. `evaluations`: those of the end, the fastest first."""
     return rendered(
         "sections_page.html.j2",
@@ -55,12 +55,12 @@ def race(state: AutoState) -> Section:
 def rung_table(number: int, rung: Rung) -> Table:
     rows: list[Row] = [
         {
-            **score_row(found.score),
-            "forecast at the end": f"{found.potential:.2f}x",
-            "at most": f"{found.best_potential:.2f}x",
-            "": "goes on" if found.score.name in rung.kept else "dropped",
+            **score_row(contender.score),
+            "forecast at the end": f"{contender.potential:.2f}x",
+            "at most": f"{contender.best_potential:.2f}x",
+            "": "goes on" if contender.score.name in rung.kept else "dropped",
         }
-        for found in rung.contenders
+        for contender in rung.contenders
     ]
     return table_of(f"Rung {number}", rows, words=("drafter", ""))
 
