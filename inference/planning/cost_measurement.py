@@ -112,8 +112,14 @@ def measure_costs(
 ) -> Costs:
     """Return the costs of a drafter, which need not be trained, for its target on this device.
 
-    `on_progress` gets the share that is done. Raises `UserError` where the target's context is too short.
+    `on_progress` gets the share that is done. Raises `UserError` where the target's context is too short, and for a
+    drafter whose drafts have a shape of their own.
     """
+    if not isinstance(drafter.own_shape(1), Chain):
+        raise UserError(
+            f"{drafter.kind} drafts in a shape of its own, which the cost model does not know: measure it with "
+            "`draftsmith evaluate`"
+        )
     room = MOST_ROUNDS + reach.draft_length + reach.tree_nodes
     if reach.context + room > target.context:
         raise UserError(

@@ -23,6 +23,7 @@ from draftsmith.models import load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json, write_whole
 from draftsmith.models.reading import read_typed
+from draftsmith.models.sealed_json import read_sealed, write_sealed
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.auto.budget import AutoPlan, make_plan, recipe_of_auto
 from draftsmith.recipes.auto.page import auto_page, more_time
@@ -79,9 +80,9 @@ class Auto:
     def earlier(self) -> AutoState | None:
         """Return what an earlier call found; `UserError` where it was asked for something else."""
         path = self.out / STATE
-        if not path.is_file():
+        if not path.exists():
             return None
-        state = read_typed(AutoState, path)
+        state = read_sealed(AutoState, path, f"restore it, give another --out, or remove {self.out}")
         if state.asked != asked(self.settings):
             raise UserError(
                 f"{self.out} holds a search with {state.asked}: give that to go on, another --out, or remove it"
@@ -105,7 +106,7 @@ class Auto:
 
     def save(self, state: AutoState) -> AutoState:
         """Write what was found so far."""
-        write_json(self.out / STATE, to_json(state))
+        write_sealed(self.out / STATE, state)
         self.state = state
         return state
 

@@ -4,6 +4,7 @@ The link is replaced in one step, so that there is a champion at any moment. Cha
 last ones are kept for a rollback. Those above the one that serves were rolled back from.
 """
 
+import re
 from pathlib import Path
 
 from draftsmith.models import Drafter, save_drafter
@@ -32,8 +33,13 @@ class Champions:
 
     @property
     def serving(self) -> int | None:
-        """The champion that serves; None before the first."""
-        return int(self.link.readlink().name) if self.link.is_symlink() else None
+        """The champion that serves; None before the first. Raises `UserError` for a link that we did not make."""
+        if not self.link.is_symlink():
+            return None
+        serving = self.link.readlink()
+        if serving.parent != Path(FOLDER) or not re.fullmatch("[0-9]{1,9}", serving.name) or not self.link.is_dir():
+            raise UserError(f"{self.link} leads to {serving}, no champion: let it lead to {FOLDER}/N for one")
+        return int(serving.name)
 
     def begin(self, drafter: Drafter) -> None:
         """Let the drafter that serves by now be the first champion."""

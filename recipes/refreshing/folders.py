@@ -1,5 +1,6 @@
 """Numbered folders: checkpoints that are kept, and removal of what is not needed any more."""
 
+import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -10,7 +11,7 @@ from draftsmith.train.run_folder.checkpoint import remove
 
 def numbered(folder: Path) -> list[int]:
     """Return the numbers that folders in a folder have as names, the lowest first."""
-    return sorted(int(path.name) for path in folder.glob("[0-9]*"))
+    return sorted(int(path.name) for path in folder.glob("[0-9]*") if re.fullmatch("[0-9]{1,9}", path.name))
 
 
 def keep_only(folder: Path, numbers: Collection[int]) -> None:

@@ -6,9 +6,8 @@ Which champion serves does not stand here but in the link that the server follow
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draftsmith.models.files import write_json
-from draftsmith.models.reading import read_typed
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.sealed_json import read_sealed, write_sealed
+from draftsmith.recipes.refreshing.champions import LINK
 from draftsmith.recipes.refreshing.judgement import Judgement
 from draftsmith.recipes.refreshing.moved import Look
 from draftsmith.recipes.refreshing.traffic import Taken, TrafficCounts
@@ -73,9 +72,10 @@ class RefreshState:
 def read_state(folder: Path) -> RefreshState:
     """Return the state of a refresh; an empty one where there is none. Raises `UserError` for a damaged file."""
     path = folder / STATE
-    return read_typed(RefreshState, path) if path.is_file() else RefreshState({}, [])
+    mend = f"restore it, or begin anew with --drafter {folder / LINK} and another --out"
+    return read_sealed(RefreshState, path, mend) if path.exists() else RefreshState({}, [])
 
 
 def write_state(folder: Path, state: RefreshState) -> None:
     """Write the state whole or not at all."""
-    write_json(folder / STATE, to_json(state))
+    write_sealed(folder / STATE, state)

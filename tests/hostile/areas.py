@@ -29,6 +29,7 @@ from damage import (
 from engines import images, judged_by_engine, states
 from hostile_server import HostileServer, quick_client
 from judge import Attempt, Place
+from kept import kept
 from material import KINDS, QUANTISED, TRACES, run_arguments, stored_arguments
 from public_checkpoints import PUBLIC
 
@@ -474,7 +475,7 @@ AREAS: dict[str, tuple[Area, int]] = {  # with the cases of a thousand: by what 
     "config_text": (config_text, 70),
     "prompts": (prompts, 90),
     "traces": (traces, 20),
-    "samples": (samples, 70),
+    "samples": (samples, 65),
     "drafter": (drafter, 110),
     "foreign_drafter": (foreign_drafter, 70),
     "target": (target, 90),
@@ -482,7 +483,8 @@ AREAS: dict[str, tuple[Area, int]] = {  # with the cases of a thousand: by what 
     "report": (report, 4),
     "schedules": (schedules, 40),
     "journal": (journal, 10),
-    "metrics_page": (metrics_page, 30),
+    "kept": (kept, 15),
+    "metrics_page": (metrics_page, 20),
     "run_folder": (run_folder, 5),
     "server": (server, 20),
     "images": (images, 10),

@@ -13,6 +13,7 @@ from drafters import SMALLER
 from engines import image_server
 from image_server import give_template, image_url
 from judge import figures_undrawn
+from kept import write_kept
 from load_tests import load_test, stage
 from public_checkpoints import PUBLIC
 from quantised import FORMS, quantise
@@ -88,6 +89,7 @@ def make_material(folder: Path) -> None:
     write_measurements(folder)
     with figures_undrawn():
         train(folder)
+    write_kept(folder)
 
 
 def write_texts(folder: Path) -> None:

@@ -135,6 +135,13 @@ def test_measured_costs_on_a_tiny_target(kind: str, tiny_target: Target) -> None
         measure_costs(tiny_target, new_drafter(kind, tiny_target), CostRange(context=tiny_target.context))
 
 
+def test_the_model_of_costs_knows_chains_and_given_trees_only(tiny_target: Target) -> None:
+    with pytest.raises(
+        UserError, match="lookahead drafts in a shape of its own.*measure it with `draftsmith evaluate`"
+    ):
+        measure_costs(tiny_target, load_drafter("lookahead", tiny_target), CostRange(batch=1, context=16))
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model", "hydra", "dspark"])
 def test_each_round_drafts_what_decoding_drafts_there(kind: str, tiny_target: Target) -> None:
     """Decoding the same text, cut anywhere, drafts the same tokens, though forced rounds accept nothing."""

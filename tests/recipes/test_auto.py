@@ -14,7 +14,7 @@ from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import read_typed
+from draftsmith.models.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
 from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
 from draftsmith.recipes.auto.score import Load, Score, best_draft_of, potential, rates_of, speedup_of
@@ -198,7 +198,7 @@ def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch:
             run(settings)
     text = run(settings)
     assert [kind for kind, _ in trained[:3]] == ["medusa", "medusa", "hydra"]
-    state = read_typed(AutoState, settings.out / "auto.json")
+    state = read_sealed(AutoState, settings.out / "auto.json", "")
     (rung,) = state.rungs
     assert state.final is not None
     assert rung.kept == [state.final.name]

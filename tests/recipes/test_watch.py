@@ -1,6 +1,7 @@
 """Acceptance read from a metrics page: counters of vLLM's names, differences of readings, and what they mean."""
 
 import http.server
+import sqlite3
 import threading
 import time
 import urllib.request
@@ -427,6 +428,15 @@ def test_a_file_that_is_no_history_is_refused(server: Pages, tmp_path: Path) -> 
     (tmp_path / "other").write_text("a text of some length, which is no database" * 100)
     with pytest.raises(UserError, match="--history .*other cannot be used .*give another file"):
         watch(url, 1, history=tmp_path / "other")
+
+
+def test_a_history_that_was_changed_is_refused_and_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "watch.db"
+    History(path).add("http://one", Reading(60.0, Counters(10, 20, 5, (4, 1)), None, Latency(), Latency(), 0.0))
+    with sqlite3.connect(path) as database:
+        database.execute("""UPDATE readings SET reading = '{"time": "late"}'""")
+    with pytest.raises(UserError, match=r"--history .*watch.db: .*time"):
+        History(path).newest("http://one", 1)
 
 
 def test_several_servers_a_page_and_gauges(make_server: Callable[[], Pages], tmp_path: Path) -> None:
