@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.measuring.bandwidth import memory_bandwidth
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.models.sampling import sampling
@@ -30,26 +31,28 @@ L2_BYTES = 256 << 20  # several times that of any GPU
 
 
 @dataclass
-class Case:
+class Comparison:
+    """A kernel and its twin, on the same values."""
+
     name: str
     kernel: Callable[[], Any]
     twin: Callable[[], Any]
     num_bytes: int
 
 
-def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
-    """Kernels must be importable: triton, and a CUDA device or its interpreter."""
+def comparisons(batch: int, vocabulary: int, device: str) -> Iterator[Comparison]:
+    """Yield each rule and each way of drawing; they need triton with a CUDA device or its interpreter."""
     from draftsmith.inference.verification import acceptance_kernels
     from draftsmith.models.sampling import sampling_kernels
 
-    def rule(name: str, *args: Any) -> Case:
+    def rule(name: str, *args: Any) -> Comparison:
         read = sum(arg.nbytes for arg in args if isinstance(arg, Tensor) and arg.shape[-1] == vocabulary)
         kernel, twin = getattr(acceptance_kernels, name), getattr(acceptance_rules, name)
-        return Case(f"{name} {shape}", lambda: kernel(*args), lambda: twin(*args), read)
+        return Comparison(f"{name} {shape}", lambda: kernel(*args), lambda: twin(*args), read)
 
     for shape, parent_list, depth in (("chain", CHAIN, len(CHAIN)), ("tree", TREE, DEPTH)):
         parents = torch.tensor(parent_list, device=device).expand(batch, -1)
-        logits, draft_logits, tokens = draw_case(parents, vocabulary)
+        logits, draft_logits, tokens = draw_inputs(parents, vocabulary)
         accept = torch.rand(tokens.shape, dtype=torch.float64, device=device)
         draws = torch.rand(batch, depth + 1, dtype=torch.float64, device=device)
         nodes = tokens, parents, depth
@@ -62,14 +65,14 @@ def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
             yield rule("block", logits, draft_logits, tokens, accept, draws)
 
     row, coin = torch.randn(batch, vocabulary, device=device), torch.rand(batch, dtype=torch.float64, device=device)
-    yield Case(
+    yield Comparison(
         "sample",
         lambda: sampling_kernels.sample(row, coin),
         lambda: sampling.sample(row.softmax(-1), coin),
         row.nbytes,
     )
     noise, positions = Noise(0, torch.arange(batch, device=device)), torch.arange(16, device=device).expand(batch, -1)
-    yield Case(
+    yield Comparison(
         "noise",
         lambda: sampling_kernels.uniforms(noise.keys, positions, Stream.ACCEPT),
         lambda: noise.uniforms(positions, Stream.ACCEPT),
@@ -77,8 +80,8 @@ def cases(batch: int, vocabulary: int, device: str) -> Iterator[Case]:
     )
 
 
-def draw_case(parents: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [B, T, V], draft logits [B, P, V] that are near them, and tokens [B, N] drawn without replacement."""
+def draw_inputs(parents: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits [B, T, V], draft logits [B, P, V] near them, and tokens [B, N] drawn without replacement."""
     batch, num_nodes = parents.shape
     logits = 4 * torch.randn(batch, num_nodes + 1, vocabulary, device=parents.device)
     draft_logits = logits[:, : int(parents.max()) + 2] + torch.randn(vocabulary, device=parents.device)
@@ -89,7 +92,7 @@ def draw_case(parents: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def microseconds(run: Callable[[], Any], repeats: int = 30) -> float:
-    """Median time of a captured run that finds nothing in the L2 cache."""
+    """Return the median time of a captured run that finds nothing in the L2 cache."""
     run()  # compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -108,27 +111,20 @@ def microseconds(run: Callable[[], Any], repeats: int = 30) -> float:
     return statistics.median(start.elapsed_time(end) * 1000 for start, end in times)
 
 
-def bytes_per_microsecond() -> float:
-    """What a copy reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda: target.copy_(source))
-
-
 def main() -> int:
     if not torch.cuda.is_available():
         print("error: this benchmark needs a CUDA device, and there is none", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    speed = bytes_per_microsecond()
+    speed = (memory_bandwidth(torch.device("cuda", torch.cuda.current_device())) or 0.0) / 1e6  # bytes a microsecond
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {git_commit()}"
     print(f"{machine}, copies at {speed / 1e6:.2f} TB/s")
     for batch in BATCHES:
-        for case in cases(batch, VOCABULARY, "cuda"):
-            kernel, twin, floor = microseconds(case.kernel), microseconds(case.twin), case.num_bytes / speed
+        for pair in comparisons(batch, VOCABULARY, "cuda"):
+            kernel, twin, floor = microseconds(pair.kernel), microseconds(pair.twin), pair.num_bytes / speed
             times = f"kernel {kernel:8.1f} us  twin {twin:8.1f} us  floor {floor:8.1f} us"
             ratios = f"twin/kernel {twin / kernel:6.2f}  floor/kernel {floor / kernel:5.2f}"
-            print(f"{case.name:24} B {batch:2}  {times}  {ratios}", flush=True)
+            print(f"{pair.name:24} B {batch:2}  {times}  {ratios}", flush=True)
     return 0
 
 

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from draftsmith.inference.measuring.bandwidth import memory_bandwidth
 from draftsmith.models.kernels import counting_with, new_counters
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.slots import attention_kernel, cache_kernels
@@ -32,7 +33,7 @@ TILES = [(block, warps, stages) for block in (32, 64, 128) for warps in (4, 8) f
 
 
 def microseconds(runs: list[Callable[[], object]], repeats: int = 20) -> float:
-    """Mean time of one run, all captured in one graph."""
+    """Return the mean time of one run, all captured in one graph."""
     for run in runs[:2]:
         run()
     torch.cuda.synchronize()
@@ -50,15 +51,8 @@ def microseconds(runs: list[Callable[[], object]], repeats: int = 20) -> float:
     return start.elapsed_time(end) * 1000 / repeats / len(runs)
 
 
-def bytes_per_microsecond() -> float:
-    """What a copy reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds([lambda: target.copy_(source)])
-
-
 def tree_window(batch: int, context: int, columns: int) -> Window:
-    """Rows at `context`, with a binary tree each."""
+    """Return a window of rows at `context`, with a binary tree each."""
     prefix = torch.full((batch,), context, device="cuda")
     window = chain_window(prefix, columns)
     if columns == 1:
@@ -69,14 +63,14 @@ def tree_window(batch: int, context: int, columns: int) -> Window:
     return Window(window.slots, positions, prefix, ancestor_words(parents, depth))
 
 
-class Case:
+class Layers:
     """Queries, and the caches of as many layers as leave nothing in the L2 cache."""
 
     def __init__(self, context: int, columns: int, batch: int) -> None:
         num_slots = context + columns
         self.bytes = 2 * batch * num_slots * KV_HEADS * WIDTH * 2 + 2 * batch * columns * QUERY_HEADS * WIDTH * 2
-        layers = max(2, min(LAYERS, L2_BYTES // self.bytes + 1))
-        self.caches = [new(2, batch, num_slots, KV_HEADS, WIDTH).transpose(2, 3) for _ in range(layers)]
+        number = max(2, min(LAYERS, L2_BYTES // self.bytes + 1))
+        self.caches = [new(2, batch, num_slots, KV_HEADS, WIDTH).transpose(2, 3) for _ in range(number)]
         self.query = new(batch, columns, QUERY_HEADS, WIDTH).transpose(1, 2)
         window = tree_window(batch, context, columns)
         self.packed, self.mask = window.packed_mask(), window.bool_mask(num_slots)
@@ -108,13 +102,13 @@ def compare(what: str, kernel: float, twin: float, floor: float) -> None:
 
 def compare_attention(speed: float) -> None:
     for context, columns, batch in itertools.product(CONTEXTS, COLUMNS, BATCHES):
-        case = Case(context, columns, batch)
-        what = f"context {context:5}  T {columns:2}  B {batch:2}  error {case.error():.1e}"
-        compare(what, case.kernel(), case.twin(), case.bytes / speed)
+        layers = Layers(context, columns, batch)
+        what = f"context {context:5}  T {columns:2}  B {batch:2}  error {layers.error():.1e}"
+        compare(what, layers.kernel(), layers.twin(), layers.bytes / speed)
 
 
 def compare_moves(batch: int, speed: float) -> None:
-    """The accepted path of 4 nodes in all layers at once, every node moved."""
+    """Move the accepted path of 4 nodes in all layers at once; every node changes its slot."""
     stored = [new(batch, 512, KV_HEADS, WIDTH) for _ in range(2 * LAYERS)]
     prefix = torch.full((batch,), 400, device="cuda")
     path = torch.tensor([2, 5, 9, 13], device="cuda").repeat(batch, 1)
@@ -126,19 +120,19 @@ def compare_moves(batch: int, speed: float) -> None:
 
 
 def compare_tiles() -> None:
-    """Slots, warps and stages of a tile, for the rows that each T gives; the fastest five."""
+    """Print the fastest five tiles (slots, warps, stages) for the rows that each T gives."""
     picked = attention_kernel.tile
     for context, columns, batch in itertools.product((512, 16384), (1, 5, 16), (1, 32)):
-        case = Case(context, columns, batch)
+        layers = Layers(context, columns, batch)
         rows = picked(columns * QUERY_HEADS // KV_HEADS, WIDTH, torch.bfloat16)[0]
-        found = []
+        times = []
         for shape in [picked(rows, WIDTH, torch.bfloat16)[1:], *TILES]:
             attention_kernel.tile = lambda *_, rows=rows, shape=shape: (rows, *shape)
             with suppress(triton.OutOfResources):
-                found.append((round(case.kernel(), 1), shape))
-        fastest = ", ".join(f"{shape} {time}" for time, shape in sorted(found[1:])[:5])
+                times.append((round(layers.kernel(), 1), shape))
+        fastest = ", ".join(f"{shape} {time}" for time, shape in sorted(times[1:])[:5])
         print(
-            f"context {context} T {columns} B {batch} R {rows}: now {found[0][1]} {found[0][0]} us; {fastest}",
+            f"context {context} T {columns} B {batch} R {rows}: now {times[0][1]} {times[0][0]} us; {fastest}",
             flush=True,
         )
 
@@ -148,7 +142,7 @@ def main() -> int:
         print("error: this benchmark needs a CUDA device, and there is none", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    speed = bytes_per_microsecond()
+    speed = (memory_bandwidth(torch.device("cuda", torch.cuda.current_device())) or 0.0) / 1e6  # bytes a microsecond
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies at {speed / 1e6:.2f} TB/s")
     if "--tiles" in sys.argv:
         compare_tiles()

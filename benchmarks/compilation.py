@@ -47,7 +47,7 @@ def batches_of(target: Target, drafter: Drafter, plan: BatchPlan) -> list[tuple[
 
 
 def passes(drafter: Drafter, batches: list[tuple[Batch, Features]]) -> tuple[float, list[float]]:
-    """CPU seconds of forward and backward pass over all batches, and their losses."""
+    """Return the CPU seconds of forward and backward pass over all batches, and their losses."""
     losses, start = [], time.process_time()
     for batch, features in batches:
         drafter.zero_grad()
@@ -58,7 +58,7 @@ def passes(drafter: Drafter, batches: list[tuple[Batch, Features]]) -> tuple[flo
 
 
 def in_turns(forms: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """What each form takes in each round, after one to warm up."""
+    """Return what each form takes in each round, after one to warm up."""
     rounds = [{name: take() for name, take in forms.items()} for _ in range(repeats + 1)]
     return {name: [taken[name] for taken in rounds[1:]] for name in forms}
 

@@ -40,7 +40,7 @@ PARTS, REPEATS = 3, 2  # batches of prompts, at most; runs of a visit, after one
 
 @dataclass
 class Times:
-    """Of one setting, summed over batches of prompts: milliseconds predicted and measured in each visit."""
+    """The milliseconds of one setting in each visit, predicted and measured, summed over batches of prompts."""
 
     predicted: list[float]
     measured: list[float]
@@ -49,7 +49,9 @@ class Times:
 
 
 @dataclass
-class Row:
+class ComparedSetting:
+    """A setting with its predicted and its measured speedup."""
+
     kind: str
     batch: int
     draft_length: int
@@ -76,19 +78,21 @@ class Row:
 
 
 def standard_error(values: list[float]) -> float:
-    """Of the mean, relative to it."""
+    """Return the standard error of the mean, relative to it."""
     return float(np.std(values, ddof=1) / sqrt(len(values)) / np.mean(values))
 
 
-def decode(decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[int]], new: int) -> tuple[float, list]:
-    """Milliseconds from the first token on, and the rounds of each request."""
+def decode(
+    decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[int]], new: int
+) -> tuple[float, list[int]]:
+    """Return the milliseconds from the first token on, and the rounds of each request."""
     settings = resolve_settings(decoder.drafter, check_sampling(0, 1, 0), new, draft_length, stop_at_eos=False)
     generation = decoder.start(prompts, settings)
     generation.step()
     start = time.perf_counter()
     while generation.running():
         generation.step()
-    return (time.perf_counter() - start) * 1000, [request.stats.num_rounds for request in generation.requests]
+    return (time.perf_counter() - start) * 1000, [int(request.stats.num_rounds) for request in generation.requests]
 
 
 def profiles(prompts: list[list[int]], rounds: list[int], new: int) -> list[RequestProfile]:
@@ -97,8 +101,8 @@ def profiles(prompts: list[list[int]], rounds: list[int], new: int) -> list[Requ
 
 def rows_of(
     kind: str, drafter: Drafter, target: Target, visits: int, seconds: float, prompts: list[list[int]], new: int
-) -> list[Row]:
-    """Predicted and measured speedup of each setting.
+) -> list[ComparedSetting]:
+    """Return the predicted and measured speedup of each setting.
 
     Each visit fits the costs and then measures. The settings of one batch size take turns, plain decoding among them.
     """
@@ -107,42 +111,42 @@ def rows_of(
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     decoders = {length: SpeculativeDecoder(target, drafter) if length else plain for length in lengths}
     zeros = [0.0] * visits
-    found = {(batch, length): Times(zeros.copy(), zeros.copy()) for batch in BATCHES for length in lengths}
+    times_of = {(batch, length): Times(zeros.copy(), zeros.copy()) for batch in BATCHES for length in lengths}
     for visit in range(visits):
         costs = measure_costs(target, drafter, CostRange(batch=16, context=160, seconds=seconds), kind)
         for batch in BATCHES:
             for start in range(0, min(len(prompts), PARTS * batch), batch):
                 part = prompts[start : start + batch]
                 for length, taken in run_in_turns(decoders, part, new).items():
-                    times = found[batch, length]
+                    times = times_of[batch, length]
                     rounds = taken[0][1] if length else [new - 1] * len(part)
                     predicted = batch_milliseconds(costs, length, profiles(part, rounds, new), drops_rows=True)
                     times.predicted[visit] += predicted
                     times.measured[visit] += float(np.median([milliseconds for milliseconds, _ in taken]))
                     times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)
     rows = []
-    for (batch, length), times in found.items():
+    for (batch, length), times in times_of.items():
         if length:
-            base = found[batch, 0]
+            base = times_of[batch, 0]
             speedups = [
                 [plain_ms / ms for plain_ms, ms in zip(of_plain, of_rounds, strict=True)]
                 for of_plain, of_rounds in ((base.predicted, times.predicted), (base.measured, times.measured))
             ]
-            rows.append(Row(kind, batch, length, times.tokens / times.rounds, *speedups))
+            rows.append(ComparedSetting(kind, batch, length, times.tokens / times.rounds, *speedups))
     return rows
 
 
 def run_in_turns(
     decoders: dict[int, SpeculativeDecoder], prompts: list[list[int]], new: int
-) -> dict[int, list[tuple[float, list]]]:
-    taken: dict[int, list[tuple[float, list]]] = {length: [] for length in decoders}
+) -> dict[int, list[tuple[float, list[int]]]]:
+    taken: dict[int, list[tuple[float, list[int]]]] = {length: [] for length in decoders}
     for _ in range(REPEATS + 1):
         for length, decoder in decoders.items():
             taken[length].append(decode(decoder, length, prompts, new))
     return {length: runs[1:] for length, runs in taken.items()}
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[ComparedSetting]) -> list[str]:
     heads = f"{'batch':>5} {'K':>3} {'length':>7} {'predicted':>9} {'measured':>9} {'error':>7} {'noise':>6}"
     lines = [f"{'drafter':<12} {heads}"]
     for row in rows:
@@ -164,7 +168,7 @@ def table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[ComparedSetting], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(5, 5))
     for kind in dict.fromkeys(row.kind for row in rows):
         chosen = [row for row in rows if row.kind == kind]
@@ -197,7 +201,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.thread_time:
         time.perf_counter = time.thread_time  # what the decoder's own clock reads, too
-    rows: list[Row] = []
+    rows: list[ComparedSetting] = []
     with cpu_threads(1):
         target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
         held_out = str(args.runs / "held_out.jsonl")

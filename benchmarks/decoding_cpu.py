@@ -16,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.counters import total_of
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
@@ -41,20 +43,20 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taken in turns, after one warm-up each."""
+    """Return the median seconds of each, taken in turns, after one warm-up each."""
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             times[name].append(seconds(run))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def generate(
     model: PreTrainedModel, prompt: list[int], limit: int, assistant: PreTrainedModel | None = None
 ) -> list[int]:
-    """transformers' greedy generation, with the same limit and stop rule."""
+    """Return the tokens of transformers' greedy generation, with the same limit and stop rule."""
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     if assistant is not None:
@@ -66,7 +68,7 @@ def generate(
 def pass_milliseconds(
     target: Target, lengths: list[int], shapes: list[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """Median time of the target's pass and head over `tokens` new tokens in each of `rows`, by (rows, tokens).
+    """Return the median time of the target's pass and head over so many new tokens in each of so many rows, by both.
 
     `lengths`: what stands in the caches, of one row alone or of all.
     """
@@ -83,20 +85,52 @@ def pass_milliseconds(
     return {(int(name.split()[0]), int(name.split()[1])): 1000 * t for name, t in interleaved(runs, 25).items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--drafter", type=Path, help="checkpoint of a draft model")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--num-threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.num_threads)
-    torch.manual_seed(0)
+@dataclass
+class Compared:
+    """The decoders of draftsmith and the models of transformers, with the same weights, and the prompts for all."""
 
+    target: Target
+    plain: SpeculativeDecoder
+    ours: SpeculativeDecoder
+    stock: PreTrainedModel
+    assistant: PreTrainedModel
+    prompts: list[list[int]]
+    limit: int  # new tokens
+
+    def one_by_one(self, decoder: SpeculativeDecoder) -> None:
+        for prompt in self.prompts:
+            decoder.generate([prompt], self.limit, draft_length=DRAFT_LENGTH)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless all write the same texts."""
+        for prompt in self.prompts[:2]:
+            expected = generate(self.stock, prompt, self.limit)
+            assert generate(self.stock, prompt, self.limit, self.assistant) == expected
+            assert self.ours.generate([prompt], self.limit, draft_length=DRAFT_LENGTH).token_ids[0] == expected
+
+    def seconds(self, repeats: int) -> dict[str, float]:
+        """Return the median seconds that each takes for all prompts."""
+        prompts, limit = self.prompts, self.limit
+        return interleaved(
+            {
+                "ours plain": lambda: self.one_by_one(self.plain),
+                "ours speculative": lambda: self.one_by_one(self.ours),
+                "transformers generate": lambda: [generate(self.stock, prompt, limit) for prompt in prompts],
+                "transformers assisted": lambda: [
+                    generate(self.stock, prompt, limit, self.assistant) for prompt in prompts
+                ],
+                "ours plain, one batch": lambda: self.plain.generate(prompts, limit),
+                "ours speculative, one batch": lambda: self.ours.generate(prompts, limit, draft_length=DRAFT_LENGTH),
+            },
+            repeats,
+        )
+
+
+def make_compared(checkpoint: Path | None, num_prompts: int, limit: int) -> Compared:
+    """Return decoders and models with the weights of a checkpoint, or of an untrained draft model of one layer."""
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
-    if args.drafter:
-        drafter = load_drafter(args.drafter, target)
+    if checkpoint:
+        drafter = load_drafter(checkpoint, target)
     else:
         drafter = DRAFTERS["draft_model"].from_target(DraftModelConfig(num_layers=1), target).eval()
     assert isinstance(drafter, DraftModel)
@@ -107,49 +141,27 @@ def main() -> None:
     assistant.generation_config.num_assistant_tokens = DRAFT_LENGTH
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0  # always drafts its full length, as ours does
-
     prompts = [target.encode(function_prompt(function)) for function in stdlib_functions(held_out=True)]
-    prompts = [prompt for prompt in prompts if len(prompt) < 128][:: max(1, 200 // args.prompts)][: args.prompts]
-    limit = args.max_new_tokens
-    plain = SpeculativeDecoder(target, load_drafter("none", target))
-    ours = SpeculativeDecoder(target, drafter)
+    prompts = [prompt for prompt in prompts if len(prompt) < 128][:: max(1, 200 // num_prompts)][:num_prompts]
+    plain, ours = (SpeculativeDecoder(target, each) for each in (load_drafter("none", target), drafter))
+    return Compared(target, plain, ours, stock, assistant, prompts, limit)
 
-    for prompt in prompts[:2]:  # the same texts
-        expected = generate(stock, prompt, limit)
-        assert generate(stock, prompt, limit, assistant) == expected
-        assert ours.generate([prompt], limit, draft_length=DRAFT_LENGTH).token_ids[0] == expected
 
-    def one_by_one(decoder: SpeculativeDecoder) -> None:
-        for prompt in prompts:
-            decoder.generate([prompt], limit, draft_length=DRAFT_LENGTH)
-
-    times = interleaved(
-        {
-            "ours plain": lambda: one_by_one(plain),
-            "ours speculative": lambda: one_by_one(ours),
-            "transformers generate": lambda: [generate(stock, prompt, limit) for prompt in prompts],
-            "transformers assisted": lambda: [generate(stock, prompt, limit, assistant) for prompt in prompts],
-            "ours plain, one batch": lambda: plain.generate(prompts, limit),
-            "ours speculative, one batch": lambda: ours.generate(prompts, limit, draft_length=DRAFT_LENGTH),
-        },
-        args.repeats,
-    )
-    outputs = [ours.generate([prompt], limit, draft_length=DRAFT_LENGTH) for prompt in prompts]
+def report(compared: Compared, times: dict[str, float]) -> None:
+    """Print speeds, ratios, and what bounds those of a batch."""
+    prompts, limit = compared.prompts, compared.limit
+    outputs = [compared.ours.generate([prompt], limit, draft_length=DRAFT_LENGTH) for prompt in prompts]
     num_tokens = sum(len(output.token_ids[0]) for output in outputs)
-    total = outputs[0].stats.total
-    for output in outputs[1:]:
-        total = total + output.stats.total
+    total = total_of([output.stats.total for output in outputs])
     rounds = [output.stats.total.num_rounds for output in outputs]
     halfway = [len(prompt) + limit // 2 for prompt in sorted(prompts, key=len, reverse=True)]
     one, full = (1, DRAFT_LENGTH + 1), (len(prompts), DRAFT_LENGTH + 1)
-    passes = pass_milliseconds(target, halfway, [(1, 1), one, (len(prompts), 1), full])
+    passes = pass_milliseconds(compared.target, halfway, [(1, 1), one, (len(prompts), 1), full])
     host = sum(output.timing.phases["host"] for output in outputs) / total.num_rounds
 
     def ratio(name: str, other: str) -> str:
         return f"{times[other] / times[name]:.2f} times as fast as {other}"
 
-    machine = platform.processor() or platform.machine()
-    print(f"{machine}, {args.num_threads} thread(s), torch {torch.__version__}, commit {git_commit()}")
     print(f"{len(prompts)} prompts, up to {limit} new tokens, acceptance length {total.mean_acceptance_length:.2f}\n")
     for name, time_taken in times.items():
         print(f"{name:30} {num_tokens / time_taken:8.1f} tokens/s")
@@ -164,6 +176,24 @@ def main() -> None:
     print(f"so the target's passes allow a batch {ceiling:.2f} times the speed while every row is busy;")
     print(f"here rows are busy {100 * busy:.0f} % of the rounds, which leaves {ceiling * busy:.2f}")
     print(f"host time a round, outside draft and verification: {host:.2f} ms (goal 1)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--drafter", type=Path, help="checkpoint of a draft model")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--num-threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.num_threads)
+    torch.manual_seed(0)
+    compared = make_compared(args.drafter, args.prompts, args.max_new_tokens)
+    compared.check()
+    times = compared.seconds(args.repeats)
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {args.num_threads} thread(s), torch {torch.__version__}, commit {git_commit()}")
+    report(compared, times)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,22 @@ The same samples, order, steps and seed each; then the decoder drafts chains of 
 import argparse
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from learning import fit
 
-from draftsmith.data.features.vocabulary import token_counts
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import git_commit
-from draftsmith.models import Target
+from draftsmith.models import Drafter, Target
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
-from draftsmith.train.optimizer import learning_rate
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "forward_kl": {},
@@ -32,25 +32,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(target: Target, plan: BatchPlan, settings: dict[str, Any], steps: int) -> Eagle3:
-    """As the training loop does it, without its files."""
+def trained(target: Target, plan: BatchPlan, settings: dict[str, Any], steps: int) -> Drafter:
+    """Return a drafter by the quickstart's recipe with other settings of its loss."""
     config = RECIPES["quickstart_eagle3"]()
     assert isinstance(config.drafter, Eagle3Config)
     torch.manual_seed(0)
-    drafter = Eagle3.from_target(Eagle3Config(unroll_steps=config.drafter.unroll_steps, **settings), target)
-    drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
-    optimizer = torch.optim.AdamW(drafter.parameters(), weight_decay=config.optimizer.weight_decay)
-    for step in range(steps):
-        drafter.progress = step / steps
-        batch = plan.collate(plan.micro_batches(step, 0, 1)[0])
-        total, count = drafter.loss(batch, target.features(batch, drafter.layer_ids))["loss"]
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.optimizer.max_gradient_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, config.optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return drafter
+    drafter = Eagle3.from_target(replace(config.drafter, **settings), target)
+    return fit(drafter, target, plan, config.optimizer, steps)
 
 
 def main() -> None:
@@ -75,7 +63,7 @@ def main() -> None:
     )
     for name in arguments.variants:
         start = time.perf_counter()
-        drafter = trained(target, plan, VARIANTS[name], arguments.steps).eval()
+        drafter = trained(target, plan, VARIANTS[name], arguments.steps)
         seconds = time.perf_counter() - start
         decoder = SpeculativeDecoder(target, drafter)
         lengths = []

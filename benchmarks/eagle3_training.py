@@ -131,7 +131,7 @@ def peak_mebibytes() -> float:
 
 
 def measure(side: str, shape: tuple[int, ...]) -> dict[str, float]:
-    """Median tokens per CPU second of some steps after a first one, and the peak memory above what stood before it."""
+    """Return the median tokens per CPU second of some steps after a first one, and the peak memory that they add."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     step = {"ours": our_step, "theirs": their_step}[side](*shape)

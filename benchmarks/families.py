@@ -88,7 +88,7 @@ def config_of(name: str, runs: Path) -> TrainConfig:
 
 
 def write_samples(runs: Path, num_prompts: int) -> None:
-    """The target's answers to beginnings of functions; and the same functions as people wrote them, no longer."""
+    """Write the target's answers to beginnings of functions, and the same functions as people wrote them, no longer."""
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     chance = random.Random(0)
     functions = [f for f in stdlib_functions(held_out=False) if len(target.encode(function_prompt(f))) <= 128]
@@ -117,7 +117,7 @@ def write_samples(runs: Path, num_prompts: int) -> None:
 
 
 def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
-    """Optimiser steps that take so many minutes of CPU time."""
+    """Return the optimiser steps that take so many minutes of CPU time."""
     samples = read_samples(Path(config.data.samples))
     plan = BatchPlan(
         samples.select(np.arange(len(samples)) < 256),
@@ -158,7 +158,7 @@ def train_one(name: str, runs: Path, minutes: float, steps: int | None) -> None:
 
 
 def trained_tokens(config: TrainConfig, steps: int) -> int:
-    """Tokens that so many steps train on."""
+    """Return the tokens that so many steps train on."""
     data = config.data
     samples = read_samples(Path(data.samples))
     plan = BatchPlan(samples, data.batch_size, LENGTH, data.tokens_per_micro_batch, config.run.seed)
@@ -188,7 +188,7 @@ def compare_group(group: str, runs: Path) -> None:
 
 
 def drafter_of(name: str, runs: Path) -> str:
-    """A drafter's name as `evaluate` takes it."""
+    """Return a drafter's name as `evaluate` takes it."""
     lookup, plus, trained = name.partition("+")
     if plus:
         return f"{lookup}+{drafter_of(trained, runs)}"
@@ -196,7 +196,7 @@ def drafter_of(name: str, runs: Path) -> str:
 
 
 def facts(name: str, runs: Path, target: Target) -> list[str]:
-    """Parameters, bytes read a drafted token, steps, and trained tokens a second."""
+    """Return parameters, bytes read a drafted token, steps, and trained tokens a second."""
     if name in LOOKUPS:
         return ["-"] * 4 if "+" in name else ["0", "0", "0", "-"]
     config = config_of("draft_model" if name == "untrained" else name, runs)
@@ -211,7 +211,7 @@ def facts(name: str, runs: Path, target: Target) -> list[str]:
 
 
 def bytes_read(drafter: Any) -> int:
-    """Weights that one drafted token needs at K = 4, in the fp32 of this machine.
+    """Return the bytes of weights that one drafted token needs at K = 4, in the fp32 of this machine.
 
     Embeddings are looked up, but for one that is the head too; a head of the target's is read as one of its own.
     """

@@ -61,22 +61,26 @@ VARIANTS = {
 
 
 def trained(kind: str, target: Target, plan: BatchPlan, variant: Variant, steps: int, seed: int) -> Drafter:
-    """Return a drafter as the training loop makes it, without its files."""
+    """Return a drafter of a variant after so many steps."""
     recipe = RECIPES[f"quickstart_{kind}"]()
     plain: dict[str, Any] = {"starting_layers": "random", "feature_norm": "none", "norm_output": False}
     settings = {name: value for name, value in plain.items() if hasattr(recipe.drafter, name)} | variant.drafter
-    optimizer_config = OptimizerConfig(**{"learning_rate": 4e-3, **variant.optimizer})
     torch.manual_seed(seed)
     drafter = DRAFTERS[kind].from_target(replace(recipe.drafter, **settings), target)
+    return fit(drafter, target, plan, OptimizerConfig(**{"learning_rate": 4e-3, **variant.optimizer}), steps)
+
+
+def fit(drafter: Drafter, target: Target, plan: BatchPlan, config: OptimizerConfig, steps: int) -> Drafter:
+    """Train a new drafter as the training loop does it, without its files, and return it."""
     drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
-    optimizer = optimizer_of(drafter, optimizer_config)
+    optimizer = optimizer_of(drafter, config)
     for step in range(steps):
         drafter.progress = step / steps
         batch = plan.collate(plan.micro_batches(step, 0, 1)[0])
         total, count = drafter.loss(batch, target.features(batch, drafter.layer_ids))["loss"]
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), optimizer_config.max_gradient_norm)
-        set_learning_rate(optimizer, learning_rate(step, steps, optimizer_config))
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.max_gradient_norm)
+        set_learning_rate(optimizer, learning_rate(step, steps, config))
         optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()

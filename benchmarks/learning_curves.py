@@ -37,8 +37,8 @@ KINDS = ["eagle3", "eagle", "p_eagle", "dflash", "medusa", "hydra", "mlp_specula
 
 
 @dataclass
-class Run:
-    """One of the runs, by the quickstart's recipe."""
+class CurveRun:
+    """A run by the quickstart's recipe, of which only the learning curve is wanted."""
 
     kind: str
     steps: int
@@ -48,19 +48,19 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """The name of its folder."""
         return f"{self.kind}-{self.steps}x{self.batch_size}-{self.decay}-{self.seed}"
 
 
 FINISHED = [
-    *[Run(kind, 200, 8) for kind in ("medusa", "eagle3", "hydra", "dflash", "eagle", "mlp_speculator")],
-    Run("medusa", 600, 2),
+    *[CurveRun(kind, 200, 8) for kind in ("medusa", "eagle3", "hydra", "dflash", "eagle", "mlp_speculator")],
+    CurveRun("medusa", 600, 2),
 ]
 CHECKED = [
-    Run("hydra", 200, 2),
-    *[Run(kind, 200, 2, seed=1) for kind in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "dflash")],
-    *[Run(kind, 300, 2, "late", 1) for kind in ("medusa", "hydra", "eagle")],
-    *[Run(kind, 300, 2, seed=1) for kind in ("mlp_speculator", "eagle3", "p_eagle")],
+    CurveRun("hydra", 200, 2),
+    *[CurveRun(kind, 200, 2, seed=1) for kind in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "dflash")],
+    *[CurveRun(kind, 300, 2, "late", 1) for kind in ("medusa", "hydra", "eagle")],
+    *[CurveRun(kind, 300, 2, seed=1) for kind in ("mlp_speculator", "eagle3", "p_eagle")],
 ]
 
 
@@ -70,7 +70,7 @@ def prepare_samples(folder: Path, target: Target) -> None:
     prepare(target, str(folder / "prompts.jsonl"), folder / "samples", ANSWERS)
 
 
-def config_of(run: Run, folder: Path, layers: list[int]) -> TrainConfig:
+def config_of(run: CurveRun, folder: Path, layers: list[int]) -> TrainConfig:
     """Return the config of a run that only follows its learning curve, on features stored for all runs."""
     config = RECIPES[f"quickstart_{run.kind}"]()
     config.target, config.data.samples = str(EMBEDDED_TARGET), str(folder / "samples")

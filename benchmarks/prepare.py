@@ -32,7 +32,7 @@ SHORTEST, LONGEST = 4, 384  # tokens of a prompt, lengths between them log-unifo
 
 
 def write_prompts(path: Path, target: Target, count: int) -> None:
-    """So many prompts of very different lengths, cut from the functions of the standard library."""
+    """Write so many prompts of very different lengths, cut from the functions of the standard library."""
     generator, rows = random.Random(0), []
     for function in generator.sample(stdlib_functions(held_out=False), count):
         length = round(SHORTEST * (LONGEST / SHORTEST) ** generator.random())
@@ -43,7 +43,7 @@ def write_prompts(path: Path, target: Target, count: int) -> None:
 
 
 def clock(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that it takes: by the clock, and of CPU time."""
+    """Return the seconds that a call takes: by the clock, and of CPU time."""
     start, start_cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - start, time.process_time() - start_cpu
@@ -63,18 +63,18 @@ def main() -> None:
 
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)
     stock = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32).eval()
-    how = Sampling(args.temperature)
-    settings = PrepareSettings(args.max_new_tokens, (how,), args.batch_size, drafter=args.drafter)
+    sampling = Sampling(args.temperature)
+    settings = PrepareSettings(args.max_new_tokens, (sampling,), args.batch_size, drafter=args.drafter)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         write_prompts(source, target, args.prompts)
         job = AnswerJob(target, str(source), settings)
         chosen = random.Random(1).sample(job.kept, args.subsample)
         num_shares = len(job.shares())
+        sampled = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
 
         def generate(index: int) -> list[int]:
             ids = torch.tensor([job.dialogue(index).context])
-            sampled = {"do_sample": True, "temperature": how.temperature} if how.temperature else {"do_sample": False}
             out = stock.generate(
                 ids, max_new_tokens=args.max_new_tokens, attention_mask=torch.ones_like(ids), **sampled
             )
@@ -104,7 +104,7 @@ def main() -> None:
         print(f"  prepare:  {num_tokens} tokens in {ours:.1f} s, {num_tokens / ours:.1f} tokens/s, all included")
         print(f"  generate: {rate:.1f} tokens/s on {len(chosen)} of the prompts, so {num_tokens / rate:.0f} s for all")
         print(f"  prepare is {num_tokens / rate / ours:.2f} times as fast (goal 3)")
-    if how.greedy:
+    if sampling.greedy:
         print(f"the same answer to the token: {same} of {len(chosen)}")
 
 

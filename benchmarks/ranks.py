@@ -6,13 +6,13 @@ Fork only from a process that has computed nothing with torch: its threads do no
 import importlib
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import draftsmith.recipes.cli.train
 import draftsmith.recipes.reports.report  # noqa: F401
+from draftsmith.recipes.bench.started_vllm import free_port
 from draftsmith.recipes.cli.main import main
 
 LATE = ("deepspeed", "pandas", "torch._dynamo", "transformers.models.llama.modeling_llama")  # imported late, by others
@@ -22,7 +22,7 @@ for name in LATE:
 
 
 def fork(act: Callable[[], int | None], log: Path) -> int:
-    """Run it in a child whose output goes to the end of `log`; the child's process id."""
+    """Run a function in a child whose output goes to the end of `log`; return the child's process id."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -40,12 +40,6 @@ def fork(act: Callable[[], int | None], log: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def fork_ranks(
@@ -66,5 +60,5 @@ def fork_ranks(
 
 
 def exit_codes(pids: list[int]) -> list[int]:
-    """Wait for all; minus the signal's number for one that a signal ended."""
+    """Wait for all, and return their exit codes; minus the signal's number for one that a signal ended."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

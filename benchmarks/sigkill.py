@@ -62,12 +62,12 @@ def command(args: argparse.Namespace, run: Path) -> list[str]:
 
 
 def newest_step(run: Path) -> int:
-    """That the metrics tell of."""
+    """Return the newest step that the metrics tell of."""
     return max((line["step"] for line in read_metrics(run)), default=0)
 
 
 def wait(run: Path, most: int, chance: random.Random, start: float, per_step: float) -> None:
-    """Up to a random moment: while the run starts, or in its next steps, checkpoints, evaluations; by step `most`."""
+    """Wait up to a random moment: while the run starts, or in its next steps, checkpoints, evaluations to `most`."""
     if chance.random() < STARTING_SHARE:
         time.sleep(chance.uniform(0, start))
         return
@@ -78,7 +78,7 @@ def wait(run: Path, most: int, chance: random.Random, start: float, per_step: fl
 
 
 def check_files(run: Path) -> None:
-    """No file under its final name is half written."""
+    """Raise `AssertionError` where a file under its final name is half written."""
     if not (run / "config.yaml").is_file():
         return
     assert isinstance(yaml.safe_load((run / "config.yaml").read_text()), dict)
@@ -91,7 +91,7 @@ def check_files(run: Path) -> None:
 
 
 def kill(pids: list[int], chance: random.Random) -> str:
-    """SIGKILL to one of the processes or to both; what is left goes as a launcher would end it. Says what was done."""
+    """Send SIGKILL to one of the processes or to both; end the other as a launcher would. Return what was done."""
     killed = chance.choice([[0], [1], [0, 1]])
     for rank in killed:
         os.kill(pids[rank], signal.SIGKILL)
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def run_whole(args: argparse.Namespace, whole: Path, log: Path) -> tuple[float, float]:
-    """The uninterrupted run; seconds to its first step, and of a step with its share of checkpoints."""
+    """Make the uninterrupted run; return the seconds to its first step, and of a step with its share of checkpoints."""
     start = time.perf_counter()
     pids = fork_ranks(command(args, whole), 2, log)
     while not newest_step(whole):

@@ -39,7 +39,7 @@ def write_samples(folder: Path) -> None:
 
 
 def run(args: argparse.Namespace, folder: Path, length: int, unroll: int, rows: int) -> None:
-    """One setting; its metrics are left in the folder."""
+    """Train at one setting; its metrics are left in the folder."""
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     changes = {

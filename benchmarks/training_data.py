@@ -55,7 +55,7 @@ def make_config(out: Path, name: str, steps: int, **data: Any) -> TrainConfig:
 
 
 def seconds_per_step(configs: dict[str, TrainConfig]) -> dict[str, float]:
-    """Median seconds of losses and gradients, the configs in turns over the same steps."""
+    """Return the median seconds of losses and gradients, the configs in turns over the same steps."""
     runs = {}
     for name, config in configs.items():
         setup = set_up(config)

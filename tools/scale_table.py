@@ -41,14 +41,14 @@ def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
 
 
 def features_bytes(name: str) -> float:
-    """Disk of one sample's stored features in bf16: the captured layers and the last hidden state of every token."""
+    """Return the bytes of a sample's stored features in bf16: captured layers and last hidden state of every token."""
     public = PUBLIC_TARGETS[name].config
     num_states = len(meta_drafter(RECIPES[f"eagle3_{name}_{SIZE}"](), public).layer_ids) + 1
     return TOKENS_PER_SAMPLE * token_bytes(num_states, public.hidden_size, "bfloat16")
 
 
 def table() -> str:
-    """Hours, memory and disk of the usable EAGLE-3 recipes, in Markdown: docs/scale.md."""
+    """Return hours, memory and disk of the usable EAGLE-3 recipes, in Markdown: docs/scale.md."""
     head = ["target", "H100s", "hours", "GB: whole on each", "GB: in pieces", "GB: stored", "MB a sample, stored", "TB"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name in TARGETS:

@@ -146,7 +146,7 @@ def tokenize(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> l
     return ids
 
 
-class Rows:
+class StepRows:
     """Documents laid end to end in random order, anew each epoch, and cut into rows.
 
     The rows of a step depend on its number alone, so that a run goes on where it was stopped.
@@ -213,7 +213,7 @@ def build_optimizer(model: LlamaForCausalLM, config: OptimizerConfig) -> MuonAnd
 # --- training
 
 
-class Run:
+class TargetRun:
     """A training and its folder, which holds two states: `stable.pt` of the constant rate, `decay.pt` of the end."""
 
     def __init__(self, text: Text, out: Path, shape: Shape, training: Training) -> None:
@@ -223,7 +223,7 @@ class Run:
         self.optimizer = build_optimizer(self.model, training.optimizer)
         self.step, self.seconds = 0, 0.0  # so far, in all calls together
         self.resume()
-        self.rows = Rows(tokenize(text.documents, text.tokenizer), shape, training)
+        self.rows = StepRows(tokenize(text.documents, text.tokenizer), shape, training)
         if training.compiled:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
@@ -307,7 +307,7 @@ class Run:
 # --- card
 
 
-def completion(run: Run, prompt: Prompt) -> str:
+def completion(run: TargetRun, prompt: Prompt) -> str:
     """Return the greedy answer of the model on disk to a prompt, with the prompt."""
     target = Target.from_pretrained(run.out / "model", "cpu", torch.float32)
     [ids] = encode_prompts([prompt], target)
@@ -317,7 +317,7 @@ def completion(run: Run, prompt: Prompt) -> str:
     )
 
 
-def write_card(run: Run, path: Path) -> None:
+def write_card(run: TargetRun, path: Path) -> None:
     """Write README.md beside the model: what it is made of, and how good it is."""
     held_out = held_out_loss(run.model, run.text.tokenizer, run.text.held_out)
     function = run.text.held_out[FUNCTION_SHOWN]
@@ -372,7 +372,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape, training = Shape(), Training(steps=args.steps)
-    run = Run(read_text(args.text, shape, training.stdlib_copies), args.out, shape, training)
+    run = TargetRun(read_text(args.text, shape, training.stdlib_copies), args.out, shape, training)
     run.train()
     write_card(run, args.text)
 

@@ -19,7 +19,7 @@ import torch
 from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, held_out_loss
 from tiny_target_text import read_documents
 from torch import Tensor
-from train_tiny_target import Rows, Shape, Training, loss_of, tokenize
+from train_tiny_target import Shape, StepRows, Training, loss_of, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.data.prompts.code_dialogues import code_dialogues
@@ -104,7 +104,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
-    rows = Rows(tokenize(list(read_documents(args.text)), tokenizer), Shape(), Training())
+    rows = StepRows(tokenize(list(read_documents(args.text)), tokenizer), Shape(), Training())
     prompts, held_out = prompts_of(tokenizer), stdlib_functions(held_out=True)
     chances, start = random.Random(0), time.monotonic()
     for step in range(settings.steps):

@@ -335,7 +335,7 @@ def test_benchmark() -> None:
     """It needs a GPU and says so; its calls are tried here, on little."""
     path = Path(__file__).parents[2] / "benchmarks/acceptance_kernels.py"
     benchmark = runpy.run_path(str(path))
-    for case in benchmark["cases"](1, 40, str(DEVICE)):
+    for case in benchmark["comparisons"](1, 40, str(DEVICE)):
         assert case.num_bytes > 0
         assert type(case.kernel()) is type(case.twin())
     if not torch.cuda.is_available():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_target_quality import held_out_loss, loops
 from tiny_target_text import STANDARD_LIBRARY, Document, first_documents, licence_of, new_groups, shingles, words_of
-from train_tiny_target import END_OF_TURN, Rows, Run, Shape, Text, Training, tokenize, train_tokenizer
+from train_tiny_target import END_OF_TURN, Shape, StepRows, TargetRun, Text, Training, tokenize, train_tokenizer
 
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -66,7 +66,7 @@ def test_dialogues_have_their_share_at_most() -> None:
 
 def test_an_epoch_holds_each_document_once(text: Text) -> None:
     documents = tokenize(text.documents, text.tokenizer)
-    rows = Rows(documents, SHAPE, TRAINING)
+    rows = StepRows(documents, SHAPE, TRAINING)
     steps = [rows.of_step(step) for step in range(2 * rows.steps_per_epoch)]
     assert {tuple(step.shape) for step in steps} == {(2, 33), (4, 17)}
     everything, orders = torch.cat(documents).bincount(minlength=300), []
@@ -76,47 +76,49 @@ def test_an_epoch_holds_each_document_once(text: Text) -> None:
         assert (orders[-1].bincount(minlength=300) <= everything).all()
         assert everything.sum() - len(orders[-1]) <= TRAINING.tokens_per_step
     assert not torch.equal(*orders)
-    fresh = Rows(documents, SHAPE, TRAINING)
+    fresh = StepRows(documents, SHAPE, TRAINING)
     assert torch.equal(fresh.of_step(len(steps) - 1), steps[-1])
 
 
 @pytest.fixture(scope="module")
-def finished(text: Text, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(text, tmp_path_factory.mktemp("finished"), SHAPE, TRAINING)
+def finished(text: Text, tmp_path_factory: pytest.TempPathFactory) -> TargetRun:
+    run = TargetRun(text, tmp_path_factory.mktemp("finished"), SHAPE, TRAINING)
     run.train()
     return run
 
 
-def same_weights(first: Run, second: Run) -> bool:
+def same_weights(first: TargetRun, second: TargetRun) -> bool:
     pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("stop", [3, 7])  # at the constant rate, and in the decay
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(stop: int, finished: Run, text: Text, tmp_path: Path) -> None:
-    stopped = Run(text, tmp_path, SHAPE, TRAINING)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(
+    stop: int, finished: TargetRun, text: Text, tmp_path: Path
+) -> None:
+    stopped = TargetRun(text, tmp_path, SHAPE, TRAINING)
     while stopped.step < stop:
         stopped.take_step()
     stopped.save()
-    resumed = Run(text, tmp_path, SHAPE, TRAINING)
+    resumed = TargetRun(text, tmp_path, SHAPE, TRAINING)
     assert resumed.step == stop
     resumed.train()
     assert same_weights(resumed, finished)
 
 
-def test_a_finished_run_is_extended_from_before_its_decay(finished: Run, text: Text) -> None:
+def test_a_finished_run_is_extended_from_before_its_decay(finished: TargetRun, text: Text) -> None:
     """The decay of a short run must leave no trace in a longer one. Asked for again, the short run stays as it is."""
-    again = Run(text, finished.out, SHAPE, TRAINING)
+    again = TargetRun(text, finished.out, SHAPE, TRAINING)
     assert again.step == 8
     assert same_weights(again, finished)
-    longer = Run(text, finished.out, SHAPE, replace(TRAINING, steps=16))
+    longer = TargetRun(text, finished.out, SHAPE, replace(TRAINING, steps=16))
     assert longer.step == 6
     assert not same_weights(longer, finished)
     with pytest.raises(UserError, match="holds 6 steps: give --steps 8 or more"):
-        Run(text, finished.out, SHAPE, replace(TRAINING, steps=6))
+        TargetRun(text, finished.out, SHAPE, replace(TRAINING, steps=6))
 
 
-def test_the_model_is_a_target_that_chats(finished: Run) -> None:
+def test_the_model_is_a_target_that_chats(finished: TargetRun) -> None:
     """Its turns end with a mark, after which a dialogue goes on with no token read twice or otherwise."""
     target = Target.from_pretrained(finished.out / "model", "cpu", torch.float32)
     assert target.tokenizer is not None
@@ -133,7 +135,7 @@ def test_the_model_is_a_target_that_chats(finished: Run) -> None:
 
 def test_the_loss_is_that_of_each_token_and_byte(text: Text, tmp_path: Path) -> None:
     """A model whose head knows nothing has the logarithm of the vocabulary as its loss."""
-    run = Run(text, tmp_path, SHAPE, TRAINING)
+    run = TargetRun(text, tmp_path, SHAPE, TRAINING)
     torch.nn.init.zeros_(run.model.lm_head.weight)
     loss = held_out_loss(run.model, text.tokenizer, ["a = 1\n"])
     assert loss.per_token == pytest.approx(torch.tensor(len(text.tokenizer)).log().item())
