@@ -8,7 +8,7 @@ import numpy as np
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.prompts.sources import read_source
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.bench.client import Asked, request_of
+from draftsmith.recipes.bench.client import ServerRequest, request_of
 from draftsmith.recipes.bench.results import BenchLoad
 from draftsmith.recipes.bench.trace import TraceRequest, read_trace
 
@@ -16,16 +16,16 @@ CHARACTERS_A_TOKEN = 4.0  # until the server has told how many tokens a prompt h
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A request with the time at which it is due, in seconds since the start; closed clients do not look at it."""
+class PlannedRequest:
+    """A request, and the second after the start at which it is due, which closed clients do not look at."""
 
-    asked: Asked
+    request: ServerRequest
     seconds: float
 
 
 @dataclass(frozen=True)
 class Mix:
-    """The material of the requests of all runs."""
+    """The requests that all runs draw from."""
 
     requests: list[TraceRequest]  # those of a trace without texts take theirs from `prompts`
     prompts: list[Prompt]
@@ -51,9 +51,9 @@ def read_mix(source: str | None, trace: Path | None, max_new_tokens: int, temper
     return Mix(requests, prompts, max_new_tokens, temperature)
 
 
-def plan(
+def planned_requests(
     mix: Mix, load: BenchLoad, count: int, seed: int, characters_a_token: float = CHARACTERS_A_TOKEN
-) -> list[Planned]:
+) -> list[PlannedRequest]:
     """Return `count` requests of one run, the same for the same seed.
 
     A load that replays the trace takes its first ones, in their order and at their times. Others draw them with
@@ -79,7 +79,8 @@ def plan(
             wanted = (request.num_prompt_tokens or 1) * characters_a_token
             prompt = mix.prompts[nearest(lengths, wanted, rng)]
         limit = min(request.max_new_tokens or mix.max_new_tokens, mix.max_new_tokens)
-        planned.append(Planned(request_of(prompt, limit, mix.temperature, request.is_exact, int(number)), float(at)))
+        sent = request_of(prompt, limit, mix.temperature, request.is_exact, int(number))
+        planned.append(PlannedRequest(sent, float(at)))
     return planned
 
 

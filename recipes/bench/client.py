@@ -16,7 +16,7 @@ LARGEST_ANSWER = 1 << 26  # bytes of all events of an answer
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServerRequest:
     """A request to a server: the path, and the body without the model."""
 
     path: str
@@ -60,7 +60,9 @@ class Reply:
         return 1000 * (self.finished - self.sent)
 
 
-def request_of(prompt: Prompt | list[int], max_new_tokens: int, temperature: float, is_exact: bool, seed: int) -> Asked:
+def request_of(
+    prompt: Prompt | list[int], max_new_tokens: int, temperature: float, is_exact: bool, seed: int
+) -> ServerRequest:
     """Return the request for an answer to a prompt, or to token ids.
 
     An `is_exact` answer goes on behind its end of text, up to the last token. Sampling has a seed for each request, so
@@ -79,22 +81,22 @@ def request_of(prompt: Prompt | list[int], max_new_tokens: int, temperature: flo
         body["messages"] = with_data_urls(prompt.messages, prompt.where)
         if prompt.tools is not None:
             body["tools"] = prompt.tools
-        return Asked(CHATS, body)
+        return ServerRequest(CHATS, body)
     body["prompt"] = prompt.text if isinstance(prompt, Prompt) else prompt
-    return Asked(COMPLETIONS, body)
+    return ServerRequest(COMPLETIONS, body)
 
 
-async def ask(server: Server, model: str, asked: Asked, due: float, start: float) -> Reply:
+async def ask(server: Server, model: str, request: ServerRequest, due: float, start: float) -> Reply:
     """Send a request and follow its answer; `due` counts from `start`, the beginning of the run on `time.perf_counter`.
 
     Raises `UserError` where the server refuses the request. What may pass, an overload or a lost connection, is a
     failed reply.
     """
-    course = Course(time.perf_counter() - start)
+    answer = StreamedAnswer(time.perf_counter() - start)
 
     async def receive() -> None:
-        async for event in server.events(asked.path, {**asked.body, "model": model}):
-            course.follow(event, time.perf_counter() - start)
+        async for event in server.events(request.path, {**request.body, "model": model}):
+            answer.follow(event, time.perf_counter() - start)
 
     failure = ""
     try:
@@ -103,28 +105,28 @@ async def ask(server: Server, model: str, asked: Asked, due: float, start: float
         failure = f"no whole answer within {server.timeout:g} s"
     except PassingError as error:
         failure = first_line(error)
-    if not failure and course.first_token is None:
+    if not failure and answer.first_token is None:
         failure = "an answer without text"
-    if not failure and course.num_output_tokens == 0:
+    if not failure and answer.num_output_tokens == 0:
         raise UserError(
-            f"{server.name}{asked.path} does not say how many tokens an answer had, though it was asked to "
+            f"{server.name}{request.path} does not say how many tokens an answer had, though it was asked to "
             '("stream_options": {"include_usage": true}): give a server that does, such as vLLM or SGLang'
         )
-    first = course.sent if course.first_token is None else course.first_token
+    first = answer.sent if answer.first_token is None else answer.first_token
     return Reply(
         due,
-        course.sent,
+        answer.sent,
         first,
-        max(first, course.last_text),
-        tuple(course.gaps),
-        course.num_prompt_tokens,
-        course.num_output_tokens,
+        max(first, answer.last_text),
+        tuple(answer.gaps),
+        answer.num_prompt_tokens,
+        answer.num_output_tokens,
         failure,
     )
 
 
-class Course:
-    """The course of one answer, as far as its events have told it."""
+class StreamedAnswer:
+    """An answer, as far as its events have told it."""
 
     def __init__(self, sent: float) -> None:
         self.sent = self.last_text = sent

@@ -25,9 +25,7 @@ class BenchLoad:
 
     mode: Mode
     value: Annotated[float, Field(gt=0)]
-    burstiness: Annotated[float, Field(gt=0)] = (
-        1.0  # coefficient of variation of the times between arrivals; 1: Poisson
-    )
+    burstiness: Annotated[float, Field(gt=0)] = 1.0  # coefficient of variation between arrivals; 1: Poisson
 
     @property
     def text(self) -> str:
@@ -123,7 +121,7 @@ class BenchStage:
 
     def mean(self, value: Callable[[BenchRun], float | None]) -> float:
         """Return the mean of a value over the runs that have it; 0 where none has."""
-        values = [found for found in map(value, self.runs) if found is not None]
+        values = [each for each in map(value, self.runs) if each is not None]
         return float(np.mean(values)) if values else 0.0
 
 
@@ -204,6 +202,6 @@ def percentile(values: Sequence[float], share: float) -> Percentile | None:
     if not values:
         return None
     value = float(np.quantile(values, share))
-    found = stats.quantile_test(values, q=value, p=share).confidence_interval(CONFIDENCE)
-    bounded = np.isfinite(found.low) and np.isfinite(found.high)
-    return Percentile(value, (float(found.low), float(found.high)) if bounded else None)
+    interval = stats.quantile_test(values, q=value, p=share).confidence_interval(CONFIDENCE)
+    bounded = np.isfinite(interval.low) and np.isfinite(interval.high)
+    return Percentile(value, (float(interval.low), float(interval.high)) if bounded else None)

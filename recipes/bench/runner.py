@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from draftsmith.data.http import Server, run_in_loop
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.bench.arrivals import Mix, Planned, plan
+from draftsmith.recipes.bench.arrivals import Mix, PlannedRequest, planned_requests
 from draftsmith.recipes.bench.client import LARGEST_ANSWER, Reply, ask
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, Limits, stage_of
 from draftsmith.train.engine.vllm_counters import Counters, read_counters
@@ -43,17 +43,17 @@ def rival_at(url: str, setting: str, model: str | None, timeout: float) -> Rival
     return Rival(server, model or names[0])
 
 
-def send_all(rival: Rival, planned: Sequence[Planned], load: BenchLoad) -> list[Reply]:
+def send_all(rival: Rival, planned: Sequence[PlannedRequest], load: BenchLoad) -> list[Reply]:
     """Return the replies to all requests, in their order; closed clients send their next when they have their last."""
     return run_in_loop(_send_all(rival, planned, load))
 
 
-async def _send_all(rival: Rival, planned: Sequence[Planned], load: BenchLoad) -> list[Reply]:
+async def _send_all(rival: Rival, planned: Sequence[PlannedRequest], load: BenchLoad) -> list[Reply]:
     start = time.perf_counter()
     replies: list[Reply | None] = [None] * len(planned)
 
     async def send(number: int, due: float) -> None:
-        replies[number] = await ask(rival.server, rival.model, planned[number].asked, due, start)
+        replies[number] = await ask(rival.server, rival.model, planned[number].request, due, start)
 
     async def client(waiting: deque[int]) -> None:
         while waiting:
@@ -101,7 +101,7 @@ class Bench:
         counted: list[Counters | None] = [None for _ in self.rivals]
         characters = [self.warm_up(rival, load) for rival in self.rivals][0]
         for number in range(self.num_runs):
-            planned = plan(self.mix, load, self.num_requests, self.seed + number, characters)
+            planned = planned_requests(self.mix, load, self.num_requests, self.seed + number, characters)
             places = list(range(len(self.rivals)))
             first = number % len(places)
             for place in places[first:] + places[:first]:
@@ -121,13 +121,13 @@ class Bench:
 
     def warm_up(self, rival: Rival, load: BenchLoad) -> float:
         """Send a few requests that do not count, and return the mean number of characters of a prompt's token."""
-        planned = plan(self.mix, BenchLoad("concurrency", WARM_UP), WARM_UP, self.seed - 1 + (1 << 20))
+        planned = planned_requests(self.mix, BenchLoad("concurrency", WARM_UP), WARM_UP, self.seed - 1 + (1 << 20))
         replies = send_all(rival, planned, BenchLoad("concurrency", WARM_UP))
         good = [(reply, request) for reply, request in zip(replies, planned, strict=True) if not reply.failure]
         if not good:
             raise UserError(f"{rival.server.name}: every request failed, the first with: {replies[0].failure}")
         tokens = sum(reply.num_prompt_tokens for reply, _ in good)
-        return sum(request.asked.num_characters for _, request in good) / tokens if tokens else 0.0
+        return sum(request.request.num_characters for _, request in good) / tokens if tokens else 0.0
 
 
 def _sum(sum_so_far: Counters | None, before: Counters | None, after: Counters | None) -> Counters | None:

@@ -45,7 +45,7 @@ class LoggedRequest:
 
 
 @dataclass
-class Found:
+class LogContents:
     """The requests of a log by the kind of line that they stand in, and how many lines were cut by the server."""
 
     bodies: list[LoggedRequest]
@@ -56,18 +56,18 @@ class Found:
 
 def read_log(path: Path) -> list[LoggedRequest]:
     """Return the requests of a server's log. Raises `UserError` where it holds none with their prompts."""
-    found = Found([], {}, {})
+    contents = LogContents([], {}, {})
     for place, line in read_lines(path):
-        _read_vllm(line, place, found)
-        _read_sglang(line, place, found)
-    requests = found.bodies or [
-        LoggedRequest(request.prompt, found.limits.get(name, request.max_new_tokens), request.seconds)
-        for name, request in found.read.items()
+        _read_vllm(line, place, contents)
+        _read_sglang(line, place, contents)
+    requests = contents.bodies or [
+        LoggedRequest(request.prompt, contents.limits.get(name, request.max_new_tokens), request.seconds)
+        for name, request in contents.read.items()
     ]
-    if found.num_cut:
+    if contents.num_cut:
         notice(
-            f"{path}: {found.num_cut} requests were cut when they were logged, and are left out: let SGLang log with "
-            "--log-requests-level 3"
+            f"{path}: {contents.num_cut} requests were cut when they were logged, and are left out: let SGLang log "
+            "with --log-requests-level 3"
         )
     if not requests:
         raise UserError(
@@ -77,21 +77,21 @@ def read_log(path: Path) -> list[LoggedRequest]:
     return requests
 
 
-def _read_vllm(line: str, place: str, found: Found) -> None:
+def _read_vllm(line: str, place: str, contents: LogContents) -> None:
     if not (at := MONTH_AND_TIME.search(line)):
         return
     seconds = _seconds(SOME_LEAP_YEAR + at[1], place)
     if match := VLLM_BODY.search(line):
-        found.bodies += _from_body(_json(match[1]), place, seconds)
+        contents.bodies += _from_body(_json(match[1]), place, seconds)
     elif match := VLLM_READ.search(line) or VLLM_READ_OF_OLD.search(line):
-        found.read.update(_from_reading(match[1], _literal(match[2]), _literal(match[3]), place, seconds))
+        contents.read.update(_from_reading(match[1], _literal(match[2]), _literal(match[3]), place, seconds))
     if match := VLLM_PARAMETERS.search(line):
-        found.limits[match[1]] = int(match[2][:9])
+        contents.limits[match[1]] = int(match[2][:9])
 
 
-def _read_sglang(line: str, place: str, found: Found) -> None:
+def _read_sglang(line: str, place: str, contents: LogContents) -> None:
     if line.startswith("{"):
-        _read_sglang_json(line, place, found)
+        _read_sglang_json(line, place, contents)
         return
     match = SGLANG_BODY.search(line) or SGLANG_READ.search(line)
     at = DATE_AND_TIME.search(line)
@@ -99,34 +99,34 @@ def _read_sglang(line: str, place: str, found: Found) -> None:
         return
     seconds = _seconds(at[1], place)
     if CUT.search(match[1]):
-        found.num_cut += 1
+        contents.num_cut += 1
     elif match.re is SGLANG_BODY:
-        found.bodies += _from_body(_literal(match[1]), place, seconds)
+        contents.bodies += _from_body(_literal(match[1]), place, seconds)
     else:
         fields = {
             name: _literal(value[1])
             for name, form in (("text", f"({TEXT}|None)"), ("input_ids", r"(\[[\d, ]*\]|None)"))
             if (value := re.search(rf"\b{name}={form}", match[1]))
         }
-        found.read.update(_from_reading(place, fields.get("text"), fields.get("input_ids"), place, seconds))
+        contents.read.update(_from_reading(place, fields.get("text"), fields.get("input_ids"), place, seconds))
         if limit := re.search(r"'max_new_tokens': (\d+)", match[1]):
-            found.limits[place] = int(limit[1][:9])
+            contents.limits[place] = int(limit[1][:9])
 
 
-def _read_sglang_json(line: str, place: str, found: Found) -> None:
+def _read_sglang_json(line: str, place: str, contents: LogContents) -> None:
     row = _json(line)
     if not isinstance(row, dict) or row.get("event") not in SGLANG_JSON or not isinstance(row.get("obj"), dict):
         return
     seconds, asked = _seconds(str(row.get("timestamp"))[:26], place), row["obj"]
     if row["event"] == SGLANG_JSON[0]:
-        found.bodies += _from_body(asked, place, seconds)
+        contents.bodies += _from_body(asked, place, seconds)
         return
     ids = asked.get("input_ids")
     ids = ids if isinstance(ids, list) and all(isinstance(token, int) for token in ids) else None
-    found.read.update(_from_reading(place, asked.get("text"), ids, place, seconds))
+    contents.read.update(_from_reading(place, asked.get("text"), ids, place, seconds))
     parameters = asked.get("sampling_params")
     if isinstance(parameters, dict) and isinstance(limit := parameters.get("max_new_tokens"), int) and limit > 0:
-        found.limits[place] = limit
+        contents.limits[place] = limit
 
 
 def _from_body(body: Any, place: str, seconds: float) -> Iterator[LoggedRequest]:

@@ -62,16 +62,16 @@ def difference(first: BenchStage, second: BenchStage) -> Difference:
 def verdict(differences: list[Difference], first: str, second: str) -> str:
     """Return in a sentence where the second server is faster than the first, and where it cannot be told."""
     parts = []
-    for found in differences:
-        if found.interval is None:
+    for each in differences:
+        if each.interval is None:
             judgement = "too few runs to tell"
-        elif found.interval[0] > 1:
+        elif each.interval[0] > 1:
             judgement = "faster"
-        elif found.interval[1] < 1:
+        elif each.interval[1] < 1:
             judgement = "slower"
         else:
             judgement = "no difference can be told"
-        parts.append(f"{judgement} at {found.load.text}: {found.text}")
+        parts.append(f"{judgement} at {each.load.text}: {each.text}")
     return f"{second} beside {first}: {'; '.join(parts)}"
 
 

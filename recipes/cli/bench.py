@@ -125,7 +125,9 @@ def texts_of(stage: BenchStage, limits: Limits) -> list[str]:
 def latency_text(latency: Latencies) -> str:
     """Return p50/p95/p99; a dash for one that too few requests bound."""
 
-    def text(found: Percentile | None) -> str:
-        return "-" if found is None or found.interval is None else f"{found.value:.{found.value < 10:d}f}"
+    def text(percentile: Percentile | None) -> str:
+        if percentile is None or percentile.interval is None:
+            return "-"
+        return f"{percentile.value:.{percentile.value < 10:d}f}"
 
     return "/".join(map(text, (latency.p50, latency.p95, latency.p99)))

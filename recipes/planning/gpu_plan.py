@@ -157,13 +157,13 @@ def outcomes(
         reply = reply_seconds(settings.reply or REPLY, ms)
         return Outcome(batch, drafter, accepting, draft_length, 1000 * batch / ms, reply, dollars)
 
-    found = [outcome("none", "", 0, 1.0)]
+    rows = [outcome("none", "", 0, 1.0)]
     for drafter in drafters:
         first = drafter.expected[0]
         draft = next(draft for draft in first.by_batch_size if draft.batch_size == batch)
         if draft.draft_length:
-            found.append(outcome(drafter.drafter, first.acceptance.where, draft.draft_length, draft.speedup))
-    return found
+            rows.append(outcome(drafter.drafter, first.acceptance.where, draft.draft_length, draft.speedup))
+    return rows
 
 
 # --- what is printed

@@ -14,7 +14,7 @@ from draftsmith.data.http import Server, run_in_loop
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import read_typed
-from draftsmith.recipes.bench.arrivals import Mix, plan
+from draftsmith.recipes.bench.arrivals import Mix, planned_requests
 from draftsmith.recipes.bench.client import Reply, ask, request_of
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, BenchTest, Limits, percentile, stage_of
 from draftsmith.recipes.bench.runner import Rival, send_all
@@ -157,30 +157,30 @@ def mix_of(*requests: TraceRequest, prompts: tuple[Prompt, ...] = ()) -> Mix:
 def test_arrivals_have_their_rate_and_spread(burstiness: float) -> None:
     """Gamma gaps have mean 1 / rate and the coefficient of variation asked for; both within four standard errors."""
     count = 20_000
-    planned = plan(mix_of(known(HELLO)), BenchLoad("rate", 5.0, burstiness), count, seed=1)
+    planned = planned_requests(mix_of(known(HELLO)), BenchLoad("rate", 5.0, burstiness), count, seed=1)
     gaps = np.diff([request.seconds for request in planned])
     assert gaps.mean() == pytest.approx(0.2, abs=4 * 0.2 * burstiness / math.sqrt(count))
     kurtosis = 3 + 6 * burstiness**2  # of a gamma distribution with that coefficient of variation
     error = gaps.std() * math.sqrt((kurtosis - 1) / (4 * count))
     assert gaps.std() == pytest.approx(0.2 * burstiness, abs=4 * error)
-    assert planned == plan(mix_of(known(HELLO)), BenchLoad("rate", 5.0, burstiness), count, seed=1)
+    assert planned == planned_requests(mix_of(known(HELLO)), BenchLoad("rate", 5.0, burstiness), count, seed=1)
 
 
 def test_a_trace_keeps_its_order_and_times() -> None:
     requests = [known(Prompt(text=str(number)), 2.0 * number) for number in range(5)]
-    planned = plan(mix_of(*requests), BenchLoad("trace", 4.0), 4, seed=0)
-    assert [request.asked.body["prompt"] for request in planned] == ["0", "1", "2", "3"]
+    planned = planned_requests(mix_of(*requests), BenchLoad("trace", 4.0), 4, seed=0)
+    assert [each.request.body["prompt"] for each in planned] == ["0", "1", "2", "3"]
     assert [request.seconds for request in planned] == [0.0, 0.5, 1.0, 1.5]
 
 
 def test_lengths_take_the_nearest_prompts() -> None:
     prompts = tuple(Prompt(text="x" * size) for size in (10, 100, 1000))
     mix = mix_of(lengths(30, 5, 0.0), lengths(400, 500, 1.0), prompts=prompts)
-    short, long = plan(mix, BenchLoad("trace", 1.0), 2, seed=0, characters_a_token=3.0)
-    assert len(short.asked.body["prompt"]) == 100
-    assert len(long.asked.body["prompt"]) == 1000
-    assert (short.asked.body["max_tokens"], long.asked.body["max_tokens"]) == (5, 64)
-    assert short.asked.body["ignore_eos"]
+    short, long = planned_requests(mix, BenchLoad("trace", 1.0), 2, seed=0, characters_a_token=3.0)
+    assert len(short.request.body["prompt"]) == 100
+    assert len(long.request.body["prompt"]) == 1000
+    assert (short.request.body["max_tokens"], long.request.body["max_tokens"]) == (5, 64)
+    assert short.request.body["ignore_eos"]
 
 
 # --- requests
@@ -225,7 +225,7 @@ def test_what_will_not_pass_ends_it(trouble: Any, message: str, start: Callable[
 def test_no_more_clients_than_asked_for(start: Callable[..., StreamingServer]) -> None:
     server = start()
     rival = Rival(Server(server.url, "bench", "mend"), "served")
-    planned = plan(mix_of(known(HELLO)), BenchLoad("concurrency", 3), 12, seed=0)
+    planned = planned_requests(mix_of(known(HELLO)), BenchLoad("concurrency", 3), 12, seed=0)
     replies = send_all(rival, planned, BenchLoad("concurrency", 3))
     assert len(replies) == len(server.asked) == 12
     assert server.most_at_once <= 3
