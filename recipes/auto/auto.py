@@ -180,7 +180,7 @@ class Auto:
         pays = any(row.pays for row in best.results)
         title = f"the best drafter is {best.drafter}" if pays else "nothing pays on this traffic at this load"
         more = self.with_more_time()
-        write_whole(self.out / "auto.html", auto_page(self.state, fastest, title, more))
+        write_whole(self.out / "auto.html", auto_page(self.state, fastest, more))
         self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
         for line in (title, more):
             if line:

@@ -7,40 +7,39 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.race import Rung, growth_per_doubling
 from draftsmith.recipes.auto.score import Load, Score, potential
 from draftsmith.recipes.auto.state import AutoState
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.reading import report_data_of
+from draftsmith.recipes.reports.comparison_table import by_setting, ranking_table
 from draftsmith.recipes.reports.report import rendered
-from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, setting_name, speedup_text, table_of, tone_of
+from draftsmith.recipes.reports.tables import Row, Section, Table, ratio_text, table_of
+from draftsmith.recipes.reports.verdict import verdict_of
 
 MORE = 10  # times the time, for what it would bring
 
 
-def auto_page(state: AutoState, evaluations: list[Evaluation], title: str, more: str | None) -> str:
-    """Return one page that needs no other file and no network. `evaluations`: those of the end, the fastest first."""
+def auto_page(state: AutoState, evaluations: list[Evaluation], more: str | None) -> str:
+    """Return one page that needs no other file and no network. `evaluations`: those of the end."""
+    data = report_data_of(evaluations)
+    verdict = verdict_of(data)
     return rendered(
         "sections_page.html.j2",
         program="auto",
         refresh=None,
         figures={},
         name=state.plan.target,
-        title=title,
-        notes=[state.traffic.text, *([more] if more else [])],
-        sections=[section for section in (result(evaluations), race(state), plan(state)) if section.has_data],
+        title=verdict.title,
+        tone=verdict.tone,
+        facts=verdict.facts,
+        text=[verdict.text, *([more] if more else [])],
+        notes=[*verdict.broken, *verdict.caveats],
+        sections=[section for section in (result(data), race(state), plan(state)) if section.has_data],
     )
 
 
-def result(evaluations: list[Evaluation]) -> Section:
+def result(data: ReportData) -> Section:
     """Return what was measured at the end, on prompts that nothing saw before."""
-    rows = [result_row(evaluation, number) for evaluation in evaluations for number in range(len(evaluation.results))]
-    return Section("result", "Measured at the end", "On prompts that chose nothing.", [table_of("", rows)])
-
-
-def result_row(evaluation: Evaluation, number: int) -> Row:
-    row = evaluation.results[number]
-    return {
-        "drafter": evaluation.drafter_kind,
-        "setting": setting_name(row.setting),
-        "tokens a round": f"{row.tokens_a_round:.2f}",
-        "speedup": Cell(speedup_text(row), tone=tone_of(row)),
-    }
+    tables = [ranking_table(setting, block) for setting, block in by_setting(data.all_drafters).items()]
+    return Section("result", "Measured at the end", "On prompts that chose nothing.", tables)
 
 
 def race(state: AutoState) -> Section:
@@ -56,13 +55,13 @@ def rung_table(number: int, rung: Rung) -> Table:
     rows: list[Row] = [
         {
             **score_row(contender.score),
-            "forecast at the end": f"{contender.potential:.2f}x",
-            "at most": f"{contender.best_potential:.2f}x",
-            "": "goes on" if contender.score.name in rung.kept else "dropped",
+            "forecast at the end": f"{contender.potential:.2f}×",
+            "at most": f"{contender.best_potential:.2f}×",
+            "then": "goes on" if contender.score.name in rung.kept else "dropped",
         }
         for contender in rung.contenders
     ]
-    return table_of(f"Rung {number}", rows, words=("drafter", ""))
+    return table_of(f"Rung {number}", rows, words=("drafter", "then"))
 
 
 def score_row(score: Score) -> Row:
@@ -71,7 +70,7 @@ def score_row(score: Score) -> Row:
         "steps": f"{score.steps}" if score.steps else "–",
         "tokens a round": f"{score.acceptance_length:.2f}",
         "draft length": f"{score.draft_length}",
-        "predicted": f"{score.speedup:.2f}x [{score.low:.2f}, {score.high:.2f}]",
+        "predicted": ratio_text(score.speedup, (score.low, score.high)),
     }
 
 
@@ -84,7 +83,9 @@ def plan(state: AutoState) -> Section:
         f"{state.plan.hours:g} hours: {state.plan.num_answers} answers of the target, {state.plan.num_rungs} rungs of "
         f"{state.plan.rung_seconds / 60:.1f} minutes, {state.plan.final_seconds / 60:.1f} minutes for the winner."
     )
-    return Section("plan", "The plan", lead, [table_of("What a training step takes", rows)])
+    traffic = state.traffic.text
+    notes = [f"{traffic[:1].upper()}{traffic[1:]}."]
+    return Section("plan", "The plan", lead, [table_of("What a training step takes", rows)], notes=notes)
 
 
 def more_time(score: Score, costs: Costs, load: Load) -> str:
@@ -92,6 +93,6 @@ def more_time(score: Score, costs: Costs, load: Load) -> str:
     doublings = math.log2(MORE)
     usual, most = (potential(score, growth * doublings, costs, load) for growth in growth_per_doubling())
     return (
-        f"With {MORE} times the training {score.name} would be at about {usual:.2f}x by the usual growth of runs, and "
-        f"at {most:.2f}x by the highest that was seen, in place of {score.speedup:.2f}x."
+        f"With {MORE} times the training {score.name} would be at about {usual:.2f}× by the usual growth of runs, and "
+        f"at {most:.2f}× by the highest that was seen, in place of {score.speedup:.2f}×."
     )

@@ -72,11 +72,11 @@ def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> R
     line = f"rung {number}: {', '.join(kept)} go on" if len(kept) > 1 else f"rung {number}: {kept[0]} goes on"
     for loser in dropped:
         line += (
-            f"; {loser.score.name} is dropped: forecast {loser.potential:.2f}x, {best.score.name} {best.potential:.2f}x"
+            f"; {loser.score.name} is dropped: forecast {loser.potential:.2f}×, {best.score.name} {best.potential:.2f}×"
         )
     if lookups:
         rival = max(lookups, key=lambda score: score.speedup)
-        line += f"; {rival.name} has {rival.speedup:.2f}x without training"
+        line += f"; {rival.name} has {rival.speedup:.2f}× without training"
     return Rung(contenders, kept, line)
 
 
@@ -88,6 +88,6 @@ def why_over(contenders: list[Contender], lookups: list[Score]) -> str | None:
     if best.best_potential > reached:
         return None
     return (
-        f"{name} has at least {reached:.2f}x, and the best forecast of what training can still bring is "
-        f"{best.best_potential:.2f}x ({best.score.name}): training ends here"
+        f"{name} has at least {reached:.2f}×, and the best forecast of what training can still bring is "
+        f"{best.best_potential:.2f}× ({best.score.name}): training ends here"
     )

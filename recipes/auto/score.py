@@ -37,7 +37,7 @@ class Score:
     def text(self) -> str:
         after = f" after {self.steps} steps" if self.steps else ""
         return (
-            f"{self.name}{after}: {self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}] predicted, "
+            f"{self.name}{after}: {self.speedup:.2f}× [{self.low:.2f}, {self.high:.2f}] predicted, "
             f"{self.acceptance_length:.2f} tokens a round at draft length {self.draft_length}"
         )
 

@@ -20,8 +20,11 @@ def refresh_page(state: RefreshState, serving: int | None) -> str:
         refresh=None,
         figures={},
         name=newest.target,
-        title=f"champion {serving} serves",
-        notes=[f"Round {newest.number}: {newest.outcome}."],
+        title=f"Champion {serving} serves",
+        tone="good" if newest.promoted else "",
+        facts=[],
+        text=[f"Round {newest.number}: {newest.outcome}."],
+        notes=[],
         sections=[Section("rounds", "Rounds", lead, [table])],
     )
 

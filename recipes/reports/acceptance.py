@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from draftsmith.inference.measuring.results import CalibrationBin, Finding, Result, TeacherForced, TeacherForcedGap
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult
-from draftsmith.recipes.reports.figures import COLOURS, INK, Plot, label, label_text, legend, line_styles
+from draftsmith.recipes.reports.figures import COLOURS, INK, TWO_PANELS, Plot, label, label_text, legend, line_styles
 from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, count, draft_text, percent, table_of
 
 
@@ -42,8 +42,9 @@ def acceptance(data: ReportData) -> Section:
     plots = [
         Plot(
             "acceptance_by_position",
-            "How far drafts hold. A falling right panel says that the drafter loses the thread within a draft.",
+            "How far drafts hold. A falling lower panel says that the drafter loses the thread within a draft.",
             partial(draw_acceptance_by_position, data),
+            TWO_PANELS,
         ),
         Plot(
             "acceptance_histogram",
@@ -55,8 +56,8 @@ def acceptance(data: ReportData) -> Section:
         "acceptance",
         "Acceptance",
         "How many tokens a round emits, and where in a draft the drafter loses the target.",
-        [table_of("Acceptance by position", by_position, note), *([predicted] if differ else [])],
-        folded=[] if differ else [predicted],
+        [predicted] if differ else [],
+        folded=[table_of("Acceptance by position", by_position, note), *([] if differ else [predicted])],
         plots=plots if any(row.acceptance.num_drafts for _, row in longest_chains(data)) else [],
     )
 
@@ -73,17 +74,17 @@ def longest_chains(data: ReportData) -> list[DrafterResult]:
 
 
 def draw_acceptance_by_position(data: ReportData, figure: Figure) -> None:
-    panels, styles = figure.subplots(1, 2, sharey=True), line_styles(data)
+    panels, styles = figure.subplots(2, 1, sharex=True), line_styles(data)
     for drafter, row in longest_chains(data):
         conditional = [math.nan if rate is None else rate for rate in row.acceptance.conditional_acceptance_rates]
         style = styles[drafter.name]
         for axes, rates in zip(panels, (row.acceptance.per_position_acceptance_rates, conditional), strict=True):
             axes.plot(range(1, len(rates) + 1), rates, style.dashes, marker="o", color=style.colour, label=style.label)
     for axes, title in zip(panels, ("Of all rounds", "Where all before were accepted"), strict=True):
-        label(axes, title, "position in the draft")
+        label(axes, title, "", "share accepted")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 1.02)
-    panels[0].set_ylabel("share accepted")
+    panels[-1].set_xlabel("position in the draft")
     legend(figure)
 
 

@@ -24,9 +24,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # 
 BASELINE_COLOUR = "#858C98"  # drafters without training are grey and dashed
 DASHES = ("--", ":", "-.")
 INK = "#1a1d23"  # text and axes; the page draws them in its own colour
-SIZE = (6.4, 3.9)  # inches
-DOTS_PER_INCH = 200
-LONGEST_LABEL, WIDEST_LEGEND = 40, 100  # characters
+WIDTH, HEIGHT, TWO_PANELS = 4.6, 3.3, 5.6  # inches; narrow, so that the text can be read on a phone
+DOTS_PER_INCH = 250
+LONGEST_LABEL, WIDEST_LEGEND = 40, 64  # characters
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -58,17 +58,20 @@ class Plot:
     name: str
     caption: str
     draw: Callable[[Figure], None]
+    height: float = HEIGHT  # inches
 
 
 def draw_plots(plots: list[Plot], folder: Path) -> dict[str, str]:
     """Write each plot as PNG into the folder; return it as an element of the page, by name."""
-    return {plot.name: for_page(save_plot(folder / f"{plot.name}.png", plot.draw), plot.name) for plot in plots}
+    return {
+        plot.name: for_page(save_plot(folder / f"{plot.name}.png", plot.draw, plot.height), plot.name) for plot in plots
+    }
 
 
-def save_plot(path: Path, draw: Callable[[Figure], None], size: tuple[float, float] = SIZE) -> str:
-    """Write a figure as PNG and return it as SVG. Size in inches."""
+def save_plot(path: Path, draw: Callable[[Figure], None], height: float = HEIGHT) -> str:
+    """Write a figure of a height in inches as PNG, and return it as SVG."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
         draw(figure)
         png, svg = io.BytesIO(), io.StringIO()
         FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
@@ -90,6 +93,7 @@ def tag_for_page(tag: str, name: str) -> str:
     """Return a tag of an SVG file as a page has it; text between tags may hold the same words, and stays as it is."""
     tag = re.sub(r'\bid="', f'id="{name}-', tag)
     tag = re.sub(r'(url\(|href=")#', rf"\1#{name}-", tag)
+    tag = tag.replace(COLOURS[0].lower(), "var(--series)")  # too dark for a dark page
     return tag.replace(INK, "currentColor").replace("'DejaVu Sans', ", "")
 
 

@@ -15,6 +15,7 @@ from draftsmith.recipes.reports.figures import (
     BASELINE_COLOUR,
     DASHES,
     INK,
+    TWO_PANELS,
     Plot,
     interval_band,
     label,
@@ -51,9 +52,9 @@ def history(data: ReportData) -> Section:
         ),
         Plot(
             "training",
-            "Losses of different families are not comparable. Lines are the acceptance lengths that training sees on "
-            "texts of the target, at the draft length that the drafter trains with; points are decoded, on prompts.",
+            training_caption(data),
             partial(draw_training, data),
+            TWO_PANELS,
         ),
     ]
     return Section(
@@ -62,6 +63,16 @@ def history(data: ReportData) -> Section:
         "Where curves still rise, more training pays; where the loss falls and they do not, it will not.",
         plots=plots if data.comparable_runs else [],
         folded=[table_of("Checkpoints", rows, words=("run",))],
+    )
+
+
+def training_caption(data: ReportData) -> str:
+    """Return how to read the curves of training, as far as this run has them."""
+    kinds = {run.kind for run in data.comparable_runs}
+    differ = "Losses of different families are not comparable. " if len(kinds) > 1 else ""
+    return (
+        f"{differ}Lines are the acceptance lengths that training sees on texts of the target, at the draft length that "
+        "the drafter trains with; points are decoded, on prompts."
     )
 
 
@@ -77,23 +88,24 @@ def draw_by_checkpoint(
     data: ReportData, measure: Callable[[Result], tuple[float, Interval]], title: str, y: str, figure: Figure
 ) -> None:
     """Draw a measure of each run's first results over its checkpoints, beside the drafters without training."""
-    axes, styles = figure.subplots(), line_styles(data)
+    axes, styles, interval = figure.subplots(), line_styles(data), ""
     for run in data.comparable_runs:
         steps = [checkpoint.step for checkpoint in run.checkpoints]
         measured = [measure(checkpoint.first_result) for checkpoint in run.checkpoints]
         interval_band(axes, steps, measured, styles[run.name])
+        interval = ", 95 % interval" if any(ends for _, ends in measured) else interval
     baselines = data.comparable_runs[0].best.baselines
     for (name, baseline), dashes in zip(baselines.items(), cycle(DASHES), strict=False):
         value, _ = measure(baseline.results[0])
         axes.axhline(value, color=BASELINE_COLOUR, linestyle=dashes, label=label_text(f"{name} (no training)"))
     plain_line(axes)
     step_axis(axes, data.comparable_runs)
-    label(axes, f"{title} by checkpoint, 95 % interval", "training step", y)
+    label(axes, f"{title} by checkpoint{interval}", "training step", y)
     legend(figure)
 
 
 def draw_training(data: ReportData, figure: Figure) -> None:
-    losses, lengths = figure.subplots(1, 2)
+    losses, lengths = figure.subplots(2, 1)
     styles = line_styles(data)
     for run in data.comparable_runs:
         colour = styles[run.name].colour
@@ -110,13 +122,15 @@ def draw_training(data: ReportData, figure: Figure) -> None:
     losses.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     losses.yaxis.set_major_formatter("{x:g}")
     losses.yaxis.set_minor_formatter("{x:g}")
-    lengths.plot([], [], color=INK, linewidth=0.6, alpha=0.5, label="on text that is trained on")
-    lengths.plot([], [], color=INK, linewidth=1.4, label="on held-out samples")
-    lengths.plot([], [], "o", color=INK, label="decoded")
-    if any(line.forecast_num_steps for run in data.comparable_runs for line in run.metrics):
-        lengths.plot(
-            [], [], color=INK, linewidth=5, alpha=0.3, label="forecast of the end after a tenth, 90 % interval"
-        )
+    lines = [line for run in data.comparable_runs for line in run.metrics]
+    if any(line.simulated_acceptance_length for line in lines):
+        lengths.plot([], [], color=INK, linewidth=0.6, alpha=0.5, label="on text that is trained on")
+    if any(line.held_out_acceptance_length for line in lines):
+        lengths.plot([], [], color=INK, linewidth=1.4, label="on held-out samples")
+    if any(line.acceptance_length for line in lines):
+        lengths.plot([], [], "o", color=INK, label="decoded")
+    if any(line.forecast_num_steps for line in lines):
+        lengths.plot([], [], color=INK, linewidth=5, alpha=0.3, label="forecast of the end, 90 % interval")
     label(lengths, "Acceptance length", "training step", "tokens per round")
     for axes in (losses, lengths):
         step_axis(axes, data.comparable_runs)

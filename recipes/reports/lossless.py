@@ -1,5 +1,7 @@
 """Whether output is that of plain decoding: counts in words, certificates, and each output that differs."""
 
+from dataclasses import replace
+
 from draftsmith.inference.measuring.results import Certificate, Difference, LosslessCheck, Result
 from draftsmith.inference.verification.acceptance_rules import LOSSY
 from draftsmith.recipes.report_data.contents import ReportData
@@ -82,7 +84,13 @@ def differences(data: ReportData) -> Section:
         "two tokens that are no further apart than the run's rounding can turn around, as measured at that place."
     )
     table = table_of("", rows, note, words=("drafter", "verdict"))
-    return Section("differences", "Where outputs differ from plain decoding", tables=[table])
+    section = Section("differences", "Where outputs differ from plain decoding")
+    if any(cell.tone for row in table.rows for cell in row):
+        section.tables = [table]
+    elif table.rows:
+        section.lead = "Each at a near tie: two tokens that the target holds equally likely, up to rounding."
+        section.folded = [replace(table, title=count(len(table.rows), "first difference"))]
+    return section
 
 
 def token_text(token: int | None) -> str:

@@ -4,6 +4,7 @@ The figure of a load test is throughput against the 95th percentiles of TPOT and
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from matplotlib.axes import Axes
@@ -17,7 +18,16 @@ from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text, operating_points
 from draftsmith.recipes.report_data.contents import Choice, ReportData
 from draftsmith.recipes.report_data.measured import checkpoint_names
-from draftsmith.recipes.reports.figures import BASELINE_COLOUR, COLOURS, INK, Plot, label, label_text, legend
+from draftsmith.recipes.reports.figures import (
+    BASELINE_COLOUR,
+    COLOURS,
+    INK,
+    TWO_PANELS,
+    Plot,
+    label,
+    label_text,
+    legend,
+)
 from draftsmith.recipes.reports.tables import (
     Cell,
     Row,
@@ -82,9 +92,6 @@ def choice_text(name: str, choice: Choice) -> str:
         f"{name}, fitted on {choice.fitted_on}. Schedule by running requests: {', '.join(steps)} "
         f"(vLLM: num_speculative_tokens_per_batch_size {for_vllm(choice.schedule)}); {shape}."
     )
-
-
-# --- load tests
 
 
 # --- what an engine measured
@@ -165,20 +172,36 @@ def load_tests(data: ReportData) -> Section:
         "load-test",
         "Load test",
         "Requests that arrive on their own, with speculation off, on, and by the schedule.",
-        [stage_table(data.name_of(test.drafter), test) for test in tests],
+        [short_stage_table(data.name_of(test.drafter), test) for test in tests],
         [
             Plot(
                 "load",
                 "Up is more throughput, left is less waiting; a number is the load, a ring the operating point within "
                 "the SLA.",
                 partial(draw_load, test),
+                TWO_PANELS,
             )
             for test in tests[:1]
         ],
+        folded=[stage_table(test) for test in tests],
     )
 
 
-def stage_table(name: str, test: LoadTest) -> Table:
+def short_stage_table(name: str, test: LoadTest) -> Table:
+    """Return what decides: one row for each load, with what each contender gains there within the SLA."""
+    table = stage_table(test)
+    load, contender, gain, goodput = map(
+        table.headings.index, ("load", "speculation", "over off", "goodput requests/s")
+    )
+    rows: dict[str, Row] = {}
+    for cells in table.rows:
+        row = rows.setdefault(cells[load].text, {"load": cells[load]})
+        text = f"{cells[goodput].text} requests/s"
+        row[cells[contender].text] = replace(cells[gain], note=text, tone=cells[goodput].tone or cells[gain].tone)
+    return table_of(f"{name}: {test.verdict}", rows.values(), "Speedup over off, and goodput below it.", words=())
+
+
+def stage_table(test: LoadTest) -> Table:
     """Return one row for each load and contender."""
     gains_by_contender = {stage.contender: gains(test.stages, stage.contender) for stage in test.stages}
     rows: list[Row] = [
@@ -204,7 +227,7 @@ def stage_table(name: str, test: LoadTest) -> Table:
         "both misses the SLA; with 95 % interval over repeats. Goodput, the requests a second that keep the limits of "
         "latency, is red where the SLA was missed."
     )
-    return table_of(f"{name}: {test.verdict}", rows, note, words=("speculation",))
+    return table_of("All stages", rows, note, words=("speculation",))
 
 
 def gain_cell(gain: Gain) -> Cell:
@@ -224,12 +247,11 @@ def goodput_cell(stage: StageResult) -> Cell:
 def draw_load(test: LoadTest, figure: Figure) -> None:
     """Draw a load test: a line is a contender, a point a stage, with its load beside it."""
     sla = test.traffic.settings.sla
-    left, right = figure.subplots(1, 2, sharey=True)
-    draw_panel(left, test, lambda stage: stage.tpot_ms.p95, sla.tpot_ms)
-    draw_panel(right, test, lambda stage: stage.ttft_ms.p95, sla.ttft_ms)
-    label(left, "Time per token", "TPOT p95, ms")
-    label(right, "Time to first token", "TTFT p95, ms")
-    left.set_ylabel("tokens per second")
+    above, below = figure.subplots(2, 1, sharey=True)
+    draw_panel(above, test, lambda stage: stage.tpot_ms.p95, sla.tpot_ms)
+    draw_panel(below, test, lambda stage: stage.ttft_ms.p95, sla.ttft_ms)
+    label(above, "Time per token", "TPOT p95, ms", "tokens per second")
+    label(below, "Time to first token", "TTFT p95, ms", "tokens per second")
     legend(figure)
 
 

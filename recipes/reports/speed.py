@@ -33,11 +33,10 @@ def speed(data: ReportData) -> Section:
     rows = [(drafter, row) for drafter, row in data.at_leading_setting() if row.acceptance.num_drafts]
     latencies = [latency_cells(drafter.name, row) for drafter, row in rows]
     for _, row in rows[:1]:
-        dashes = dict.fromkeys(latencies[0], "–")
-        latencies.append(dashes | {"drafter": "plain decoding"} | tpot_cells(row.speed.baseline_tpot_ms))
+        latencies.append({"drafter": "plain decoding"} | tpot_cells(row.speed.baseline_tpot_ms))
     note = (
-        "TTFT: time to the first token, split into medians of tokenising, reading the prompt and the first round. "
-        "TPOT: time a token after it."
+        "TTFT: time to the first token, with medians of its parts, where they were told apart: tokenising, reading the "
+        "prompt and the first round. TPOT: time a token after it."
     )
     plot = Plot(
         "round_time",
@@ -48,11 +47,11 @@ def speed(data: ReportData) -> Section:
         "speed",
         "Speed",
         "A round pays when it emits more tokens than the plain steps it costs.",
-        [
+        plots=[plot] if rows else [],
+        folded=[
             table_of("A round, phase by phase", [round_cells(drafter.name, row) for drafter, row in rows]),
             table_of("Latency in milliseconds", latencies, note),
         ],
-        [plot] if rows else [],
     )
 
 
@@ -83,7 +82,7 @@ def latency_cells(name: str, row: Result) -> dict[str, str]:
         "TTFT p50": f"{first.p50:.1f}",
         "TTFT p95": f"{first.p95:.1f}",
         "TTFT p99": f"{first.p99:.1f}",
-        **{part: "–" if median is None else f"{median:.1f}" for part, median in medians.items()},
+        **{part: f"{median:.1f}" for part, median in medians.items() if median is not None},
         **tpot_cells(row.speed.tpot_ms),
     }
 

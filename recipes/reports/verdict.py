@@ -136,7 +136,7 @@ def facts(best: MeasuredDrafter, row: Result) -> list[Fact]:
             "95 %: {:.2f} to {:.2f}".format(*interval) if interval else "no interval",
         ),
         acceptance_fact(row),
-        Fact("Cost of a round", f"{row.steps_a_round:.2f}", "plain steps"),
+        Fact("Cost of a round", f"{row.steps_a_round:.2f}", "steps of plain decoding"),
     ]
     if crossing := break_even(batch_curve(best, row.setting)):
         between = f"between {crossing.last_above} and {crossing.first_below}"
@@ -188,7 +188,7 @@ def same_output_text(best: MeasuredDrafter) -> str:
     if not checked:
         return f"Outputs were not compared: sampled ones share the law of plain decoding's, not the tokens.{certified}"
     outputs = f"all {checked}" if identical == checked else f"{identical} of {checked}"
-    rest = f", the other {ties} part from it at near ties of the target only" if ties else ""
+    rest = "; where they differ, it is from a near tie of the target on" if ties else ""
     return f"Lossless: {outputs} compared outputs are identical to plain decoding's{rest}.{certified}"
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from matplotlib.figure import Figure
 
-from draftsmith.recipes.reports.figures import COLOURS, INK, Plot, draw_plots, label, legend
+from draftsmith.recipes.reports.figures import COLOURS, INK, TWO_PANELS, Plot, draw_plots, label, legend
 from draftsmith.recipes.reports.report import rendered
 from draftsmith.recipes.reports.tables import Row, Section, table_of
 from draftsmith.recipes.watching.readings import Reading
@@ -32,10 +32,11 @@ class Series:
 def watch_page(servers: Sequence[Series], interval: float) -> str:
     """Return one page that needs no other file and no network, and loads itself anew after each interval."""
     fallen = [series.url for series in servers if series.alerts]
-    title = f"acceptance has fallen at {', '.join(fallen)}" if fallen else "acceptance is as it was"
+    drafted = any(one.counters.num_drafts for series in servers for one in series.readings)
+    title = f"Acceptance has fallen at {', '.join(fallen)}" if fallen else "No fall of acceptance was found"
     plots = [
         Plot("acceptance", "Tokens that a draft brings; dotted: as measured at export.", draw_acceptance(servers)),
-        Plot("latency", "Mean time to the first token, and of a later reading.", draw_latency(servers)),
+        Plot("latency", "Mean time to the first token, and of a later token.", draw_latency(servers), TWO_PANELS),
     ]
     section = Section(
         "servers",
@@ -50,7 +51,10 @@ def watch_page(servers: Sequence[Series], interval: float) -> str:
         "sections_page.html.j2",
         program="watch",
         name=", ".join(series.url for series in servers),
-        title=title,
+        title=title if fallen or drafted else "Nothing was drafted yet",
+        tone="bad" if fallen else "good" if drafted else "",
+        facts=[],
+        text=[],
         notes=[f"{series.url}: {alert}" for series in servers for alert in series.alerts],
         sections=[section],
         figures=figures,
@@ -103,7 +107,7 @@ def draw_latency(servers: Sequence[Series]) -> Callable[[Figure], None]:
     """Return the function that draws mean latencies over time."""
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, 2)
+        panels = figure.subplots(2, 1)
         for axes, name in zip(panels, ("ttft", "tpot"), strict=True):
             for series, colour in zip(servers, cycle(COLOURS), strict=False):
                 shown = [(reading.time, getattr(reading, name).milliseconds) for reading in series.readings]

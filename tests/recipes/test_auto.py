@@ -134,11 +134,11 @@ def test_the_race_ends_where_a_lookup_is_out_of_reach() -> None:
     assert why_over(contenders, [score_of("ngram", 0.5, speedup=1.65)]) is None  # its lower end is 1.55
     over = why_over(contenders, [score_of("ngram", 0.5, speedup=1.75)])
     assert over == (
-        "ngram has at least 1.65x, and the best forecast of what training can still bring is 1.60x (eagle3): "
+        "ngram has at least 1.65×, and the best forecast of what training can still bring is 1.60× (eagle3): "
         "training ends here"
     )
     slow = [Contender(score_of("medusa", 0.3), 0.8, 0.9)]
-    assert str(why_over(slow, [score_of("ngram", 0.5, speedup=0.9)])).startswith("plain decoding has at least 1.00x")
+    assert str(why_over(slow, [score_of("ngram", 0.5, speedup=0.9)])).startswith("plain decoding has at least 1.00×")
 
 
 def test_a_decision_says_who_goes_on_and_why() -> None:
@@ -147,8 +147,8 @@ def test_a_decision_says_who_goes_on_and_why() -> None:
     ]
     text = decided(2, contenders, [score_of("ngram", 0.3, speedup=1.1)]).decision
     assert text == (
-        "rung 2: eagle3 goes on; hydra is dropped: forecast 1.40x, eagle3 1.50x; medusa is dropped: forecast 1.30x, "
-        "eagle3 1.50x; ngram has 1.10x without training"
+        "rung 2: eagle3 goes on; hydra is dropped: forecast 1.40×, eagle3 1.50×; medusa is dropped: forecast 1.30×, "
+        "eagle3 1.50×; ngram has 1.10× without training"
     )
 
 

@@ -452,7 +452,7 @@ def test_several_servers_a_page_and_gauges(make_server: Callable[[], Pages], tmp
     assert f'draftsmith_acceptance_length{{server="{other}"}} 2.5' in gauges
     assert f'draftsmith_alert{{server="{url}"}} 0.0' in gauges
     content = (tmp_path / "watch.html").read_text()
-    assert "acceptance is as it was" in content
+    assert "No fall of acceptance was found" in content
     assert '<meta http-equiv="refresh" content="5">' in content
     assert content.count("<svg") == 2
     assert "http://" not in content.replace(url, "").replace(other, "").replace("http://www.w3.org", "")

@@ -45,7 +45,7 @@ function element(name, attributes, text = "") {
 // A chart of speedups over categories (draft lengths, batch sizes) that stand side by side.
 function drawChart(svg, chart) {
   const width = Math.max(260, svg.clientWidth), height = 280;
-  const left = 42, right = width - 14, top = 14, bottom = height - 44;
+  const left = 50, right = width - 14, top = 14, bottom = height - 44;
   const heights = chart.measured.map((point) => point.speedup_ci95?.[1] ?? point.speedup);
   const highest = Math.max(1.2, ...chart.predicted, ...heights) * 1.08;
   const x = (i) => left + (right - left) * (i + 0.5) / chart.labels.length;
@@ -129,7 +129,7 @@ function startPanel(root, profiles) {
     const rates = changedRates(profile.rates, chosen.first_rate);
     const sizes = profile.costs.map((each) => each.batch_size);
     const bySize = profile.costs.map((each) => speedups(profile, each, chosen)[length - 1]);
-    const speedup = predicted[length - 1], highest = Math.max(...predicted);
+    const speedup = predicted[length - 1], highest = Math.max(...predicted), best = predicted.indexOf(highest) + 1;
     const draft = chosen.draft_scale * costs.draft[length], verify = chosen.verify_scale * costs.verify[length];
     const texts = {
       draft_length: `${length}`,
@@ -141,7 +141,7 @@ function startPanel(root, profiles) {
       tokens: acceptanceLength(rates, length).toFixed(2),
       cost: roundCost(costs, length, chosen).toFixed(2),
       split: `${draft.toFixed(2)} draft + ${verify.toFixed(2)} verify + ${costs.host.toFixed(2)} host`,
-      best: highest > 1 ? `draft length ${predicted.indexOf(highest) + 1} (${highest.toFixed(2)}×)` : "no speculation",
+      best: highest > 1 ? `draft length ${best} (${highest.toFixed(2)}×)${best > profile.known ? ", beyond what was measured" : ""}` : "no speculation",
       cliff: cliffText("draft length", predicted.map((_, i) => i + 1), predicted),
       batch_cliff: sizes.length > 1 ? `${cliffText("batch size", sizes, bySize)}, with draft length ${length}` : "",
       basis: profile.basis,
