@@ -43,6 +43,7 @@ ROTATION = [
 ]
 WORKER_CASES = 10_000  # of all workers, before fresh ones go on: memory that libraries keep adds up
 HUNG_SECONDS = 180  # after which a case that cannot be interrupted ends its process
+UNSOUND = 3  # exit code of a worker after a fault: an exception at any place may have left locks taken
 
 
 def case_name(number: int) -> str:
@@ -74,19 +75,26 @@ def prepare_folder(folder: Path) -> None:
 # --- processes
 
 
-def work(folder: Path, numbers: range) -> None:
-    """Try cases, and print lines: each that begins, each fault, and the processor's seconds of each."""
+def work(folder: Path, numbers: range) -> int:
+    """Try cases up to the first fault, and print lines: each that begins, a fault, and the processor's seconds of each.
+
+    Returns the exit code.
+    """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     gc.freeze()  # the collector would look through all libraries again and again
     for number in numbers:
         print(f"case {number}", file=out)
         faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
         start = processor_seconds()
-        if fault := try_case(case_name(number), folder):
+        fault = try_case(case_name(number), folder)
+        if fault:
             print("fault " + json.dumps(asdict(fault) | {"key": fault.key}), file=out)
         print(f"done {processor_seconds() - start}", file=out)
+        if fault:
+            return UNSOUND
     faulthandler.cancel_dump_traceback_later()
     gc.unfreeze()
+    return 0
 
 
 def processor_seconds() -> float:
@@ -96,7 +104,7 @@ def processor_seconds() -> float:
 
 
 def watched_worker(folder: Path, numbers: range) -> Iterator[tuple[str, str, str]]:
-    """Yield the lines of a worker, with the case; one that dies is a fault, and another goes on behind that case."""
+    """Yield the lines of a worker, with the case; one that dies is a fault. Behind a fault another worker goes on."""
     while numbers:
         command = [sys.executable, __file__, "--folder", str(folder), "--worker"]
         command += map(str, (numbers.start, numbers.stop, numbers.step))
@@ -112,10 +120,11 @@ def watched_worker(folder: Path, numbers: range) -> Iterator[tuple[str, str, str
                 yield kind, case_name(last), rest
         if worker.returncode == 0:
             return
-        rule, detail = f"the process died: {worker.returncode}", log.read_text(errors="replace")[-3000:]
-        name = case_name(last)
-        fault = {"case": name, "key": f"{rule} {name}", "rule": rule, "told": "", "where": "", "detail": detail}
-        yield "fault", name, json.dumps(fault)
+        if worker.returncode != UNSOUND:
+            rule, detail = f"the process died: {worker.returncode}", log.read_text(errors="replace")[-3000:]
+            name = case_name(last)
+            fault = {"case": name, "key": f"{rule} {name}", "rule": rule, "told": "", "where": "", "detail": detail}
+            yield "fault", name, json.dumps(fault)
         numbers = range(last + numbers.step, numbers.stop, numbers.step)
 
 
@@ -185,8 +194,7 @@ def main() -> int:
         shutil.rmtree(options.folder, ignore_errors=True)
     prepare_folder(options.folder)
     if options.worker:
-        work(options.folder, range(*options.worker))
-        return 0
+        return work(options.folder, range(*options.worker))
     if options.replay:
         fault = try_case(options.replay, options.folder)
         print(f"{text_of(asdict(fault))}\n\n{fault.detail}" if fault else f"{options.replay}: as it should be")
