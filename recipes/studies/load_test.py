@@ -149,7 +149,7 @@ def identical_answers(answers: dict[str, list[list[int]]]) -> dict[str, Identica
 
 
 def print_load_test(test: LoadTest, console: Console) -> None:
-    table = stage_table(test.drafter, test)
+    table = stage_table(test)
     console.print(for_terminal(table, [heading for heading in table.headings if heading != "over off"]))
     console.print(lengths_text(test))
     for name, point in test.operating_points.items():
@@ -182,4 +182,4 @@ def draw(test: LoadTest, path: Path) -> None:
         draw_load(test, figure)
         figure.suptitle(test.verdict, fontsize=10)
 
-    save_plot(path, draw_under_verdict, (9.6, 4.4))
+    save_plot(path, draw_under_verdict)

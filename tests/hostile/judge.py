@@ -306,7 +306,7 @@ def surroundings(place: Place) -> Iterator[None]:
 def figures_undrawn() -> Iterator[None]:
     """Write something in the place of figures, which take longer than all else: for commands that draw healthy data."""
 
-    def save(path: Path, draw: object, size: object = None) -> str:
+    def save(path: Path, draw: object, height: float = 0.0) -> str:
         write_whole(path, bytes(1000))
         return '<svg viewBox="0 0 1 1"></svg>'
 
