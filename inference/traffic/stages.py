@@ -267,13 +267,18 @@ def verdict(stages: Sequence[StageResult]) -> str:
 
     It does where the SLA is kept with it, and its gain has an interval above 1.
     """
-    unit = "requests at once" if stages[0].mode == "concurrency" else "requests a second"
+    unit = "at once" if stages[0].mode == "concurrency" else "a second"
     by_place = {(stage.load, stage.contender): stage for stage in stages}
     paying = ""
     for load, gain in gains(stages, "on").items():
         reason = reason_against(by_place[load, "on"], by_place[load, "off"], gain)
         if reason:
-            subject = f"{paying}; it" if paying else "speculation"
-            return f"{subject} {reason} at {load:g}{'' if paying else f' {unit}'} ({gain.text})"
-        paying = f"speculation pays up to {load:g} {unit} ({gain.text})"
+            if paying:
+                return f"{paying}; it {reason} at {load:g} ({gain.text})"
+            return f"speculation {reason} at {requests_text(load, unit)} ({gain.text})"
+        paying = f"speculation pays up to {requests_text(load, unit)} ({gain.text})"
     return f"{paying}, the highest load tried"
+
+
+def requests_text(load: float, unit: str) -> str:
+    return f"{load:g} request{'' if load == 1 else 's'} {unit}"

@@ -1,5 +1,6 @@
 """`draftsmith load-test`: a drafter under traffic, with speculation on, off and scheduled."""
 
+import textwrap
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,7 @@ from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import load_target
-from draftsmith.recipes.reports.figures import save_plot
+from draftsmith.recipes.reports.figures import TWO_PANELS, save_plot
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.serving import draw_load, stage_table
 from draftsmith.recipes.reports.tables import for_terminal
@@ -150,7 +151,8 @@ def identical_answers(answers: dict[str, list[list[int]]]) -> dict[str, Identica
 
 def print_load_test(test: LoadTest, console: Console) -> None:
     table = stage_table(test)
-    console.print(for_terminal(table, [heading for heading in table.headings if heading != "over off"]))
+    left_out = ("over off", "drafted a round", "requests")  # for which 80 characters have no room
+    console.print(for_terminal(table, [heading for heading in table.headings if heading not in left_out]))
     console.print(lengths_text(test))
     for name, point in test.operating_points.items():
         text = "no load is shown to keep the SLA"
@@ -180,6 +182,6 @@ def draw(test: LoadTest, path: Path) -> None:
 
     def draw_under_verdict(figure: Figure) -> None:
         draw_load(test, figure)
-        figure.suptitle(test.verdict, fontsize=10)
+        figure.suptitle(textwrap.fill(test.verdict, 60), fontsize=8)
 
-    save_plot(path, draw_under_verdict)
+    save_plot(path, draw_under_verdict, TWO_PANELS)

@@ -231,11 +231,11 @@ def test_a_gain_within_the_spread_of_repeats_is_not_called_one() -> None:
     """Student's interval of three differences -1, 11 and 23: 11 plus or minus 4.303 x 12 / sqrt(3), over 100."""
     off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0, 1.0))
     stages = [off, stage(1, "on", 111, 10.0, spread=(99 / 111, 1.0, 123 / 111))]
-    assert verdict(stages) == "speculation shows no clear gain at 1 requests at once (1.11x [0.81, 1.41])"
+    assert verdict(stages) == "speculation shows no clear gain at 1 request at once (1.11x [0.81, 1.41])"
     faster_each_time = [off, stage(1, "on", 111, 10.0, spread=(101 / 111, 1.0, 121 / 111))]
     assert "no clear gain" in verdict(faster_each_time)  # three of three by chance is one time in eight
     single = [stage(1, name, speed, 10.0, spread=(1.0,)) for name, speed in (("off", 100), ("on", 150))]
-    assert verdict(single) == "speculation has too few repeats to tell at 1 requests at once (1.50x)"
+    assert verdict(single) == "speculation has too few repeats to tell at 1 request at once (1.50x)"
 
 
 def test_the_verdict_keeps_to_the_sla() -> None:
@@ -249,7 +249,7 @@ def test_the_verdict_keeps_to_the_sla() -> None:
 
     paying = at(1, True, True, (1.0, 1.0))
     assert verdict([*paying, *at(4, True, False, (1.0, 0.5))]) == (
-        "speculation pays up to 1 requests at once (1.50x [1.49, 1.51]); it misses the SLA at 4 (0.50x [0.49, 0.51])"
+        "speculation pays up to 1 request at once (1.50x [1.49, 1.51]); it misses the SLA at 4 (0.50x [0.49, 0.51])"
     )
     assert "misses the SLA, as plain decoding does, at 4" in verdict(at(4, False, False, (0.5, 0.6)))
     assert "pays up to 4 requests at once (1.20x" in verdict(at(4, False, True, (1.0, 1.2)))
