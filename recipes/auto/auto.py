@@ -28,7 +28,7 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.auto.budget import AutoPlan, make_plan, recipe_of_auto
 from draftsmith.recipes.auto.page import auto_page, more_time
 from draftsmith.recipes.auto.race import LOOKUPS, decided, run_rung, why_over
-from draftsmith.recipes.auto.score import LONGEST, Load, Score, measure_score
+from draftsmith.recipes.auto.score import LONGEST, Score, ServingLoad, measure_score
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import DividedPrompts, divide
 from draftsmith.recipes.configs.command_settings import ExportSettings
@@ -259,10 +259,10 @@ class Auto:
         )
 
     @cached_property
-    def load(self) -> Load:
+    def load(self) -> ServingLoad:
         """The load that speedups are predicted for."""
         racing = self.prompt_set(self.prompts.racing)
-        return Load(self.settings.batch_size, typical_context(racing, self.settings.max_new_tokens))
+        return ServingLoad(self.settings.batch_size, typical_context(racing, self.settings.max_new_tokens))
 
     def prompt_set(self, path: Path) -> PromptSet:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)

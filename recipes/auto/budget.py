@@ -1,11 +1,9 @@
 """The amounts that the time of `draftsmith auto` allows: answers to train on, and training in each rung of the race."""
 
 import math
-import time
 from dataclasses import dataclass
 
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.recipes.configs.recipes import RECIPES
@@ -13,10 +11,10 @@ from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     MOST_STORED,
     fastest_num_threads,
-    first_samples,
     new_drafter,
     stored_bytes,
     time_step,
+    timed_samples,
 )
 from draftsmith.train import TrainConfig
 
@@ -44,7 +42,7 @@ class AutoPlan:
     @property
     def num_rungs(self) -> int:
         """Number of rungs, after each of which half of the kinds are dropped."""
-        return max(1, math.ceil(math.log2(len(self.step_seconds)))) if self.step_seconds else 0
+        return num_rungs(len(self.step_seconds))
 
     def steps_in_rung(self, kind: str, num_alive: int, before: int) -> int:
         """Return the steps of a kind at the end of a rung that so many share, in place of those that it had before."""
@@ -60,6 +58,11 @@ class AutoPlan:
         return kept + max(8, int(seconds / self.step_seconds[kind]))
 
 
+def num_rungs(num_kinds: int) -> int:
+    """Return after how many halvings one kind is left; one kind alone has a rung, too."""
+    return max(1, math.ceil(math.log2(num_kinds))) if num_kinds else 0
+
+
 def recipe_of_auto(kind: str, small: bool) -> TrainConfig:
     """Return the recipe of a kind, whose rate falls late, so that a run can be made longer."""
     config = RECIPES[f"quickstart_{kind}" if small else kind]()
@@ -72,11 +75,9 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
     seconds, small = 3600 * hours, target.hidden_size < SMALL_TARGET
     first = prompts[: ANSWERS.batch_size]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
-    plain.generate([tokenise(first[0], target)], max_new_tokens=4)  # warm-up
-    start = time.perf_counter()
-    samples = first_samples(plain, first)
-    answer_seconds = (time.perf_counter() - start) / len(first)
-    num_threads, _ = fastest_num_threads(plain, [tokenise(prompt, target) for prompt in first[:TIMED_PROMPTS]])
+    samples, batch_seconds = timed_samples(plain, first)
+    answer_seconds = batch_seconds / len(first)
+    num_threads, _ = fastest_num_threads(plain, first[:TIMED_PROMPTS])
     recipes = {kind: recipe_of_auto(kind, small) for kind in kinds}
     drafters = {kind: new_drafter(recipe, target) for kind, recipe in recipes.items()}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
@@ -88,7 +89,6 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
         kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
         for kind, step in times.items()
     }
-    num_rungs = max(1, math.ceil(math.log2(max(1, len(kinds)))))
     return AutoPlan(
         target=target.name,
         hours=hours,
@@ -96,7 +96,7 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
         num_threads=num_threads,
         step_seconds=step_seconds,
         stored_layers=layers if in_store and kinds else None,
-        rung_seconds=RACE_SHARE * seconds / num_rungs,
+        rung_seconds=RACE_SHARE * seconds / max(1, num_rungs(len(kinds))),
         final_seconds=FINAL_SHARE * seconds,
         measure_minutes=MEASURE_SHARE * seconds / 60,
         target_is_small=small,

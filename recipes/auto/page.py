@@ -5,7 +5,7 @@ import math
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.race import Rung, growth_per_doubling
-from draftsmith.recipes.auto.score import Load, Score, potential
+from draftsmith.recipes.auto.score import Score, ServingLoad, potential
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.reading import report_data_of
@@ -88,7 +88,7 @@ def plan(state: AutoState) -> Section:
     return Section("plan", "The plan", lead, [table_of("What a training step takes", rows)], notes=notes)
 
 
-def more_time(score: Score, costs: Costs, load: Load) -> str:
+def more_time(score: Score, costs: Costs, load: ServingLoad) -> str:
     """Return what ten times the training would bring to the winner, by the growth of finished runs."""
     doublings = math.log2(MORE)
     usual, most = (potential(score, growth * doublings, costs, load) for growth in growth_per_doubling())

@@ -13,7 +13,7 @@ from scipy.special import logit
 
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.budget import AutoPlan
-from draftsmith.recipes.auto.score import Load, Score, potential
+from draftsmith.recipes.auto.score import Score, ServingLoad, potential
 from draftsmith.train.evaluation.forecast import FINISHED_RUNS
 
 LOOKUPS = ("ngram", "suffix")
@@ -42,7 +42,9 @@ class Rung:
     decision: str  # in words
 
 
-def run_rung(alive: list[str], plan: AutoPlan, steps: dict[str, int], train: Training, load: Load) -> list[Contender]:
+def run_rung(
+    alive: list[str], plan: AutoPlan, steps: dict[str, int], train: Training, load: ServingLoad
+) -> list[Contender]:
     """Train every kind that is alive for its part of a rung; return them, the best potential first."""
     contenders = []
     for kind in alive:
@@ -51,7 +53,7 @@ def run_rung(alive: list[str], plan: AutoPlan, steps: dict[str, int], train: Tra
     return sorted(contenders, key=lambda contender: contender.potential, reverse=True)
 
 
-def with_forecast(score: Score, costs: Costs, plan: AutoPlan, load: Load) -> Contender:
+def with_forecast(score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
     """Return a kind with its forecast for the case that the rest of the training is all its own."""
     doublings = math.log2(plan.final_steps(score.name, score.steps) / score.steps)
     usual, most = growth_per_doubling()

@@ -43,7 +43,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Load:
+class ServingLoad:
     """The load that speedups are predicted for."""
 
     batch_size: int
@@ -58,7 +58,7 @@ def measure_score(
     prompts: PromptSet,
     settings: MeasureSettings,
     costs: Costs,
-    load: Load,
+    load: ServingLoad,
 ) -> Score:
     """Decode the prompts once, untimed, and return what the drafter is predicted to bring at its best draft length."""
     drafter.forget()
@@ -98,17 +98,17 @@ def drafted_share(stats: Stats) -> float:
     return stats.num_drafts / max(1, stats.num_rounds)
 
 
-def best_draft_of(stats: Stats, costs: Costs, load: Load) -> int:
+def best_draft_of(stats: Stats, costs: Costs, load: ServingLoad) -> int:
     """Return the draft length of the highest predicted speedup, 0 where none exceeds 1."""
     return max(range(stats.draft_length + 1), key=lambda length: speedup_of(stats, length, costs, load))
 
 
-def speedup_of(stats: Stats, draft_length: int, costs: Costs, load: Load) -> float:
+def speedup_of(stats: Stats, draft_length: int, costs: Costs, load: ServingLoad) -> float:
     """Return the predicted speedup of rounds of a draft length, 1 for none."""
     return predicted(rates_of(stats), drafted_share(stats), draft_length, costs, load)
 
 
-def predicted(rates: Rates, drafted: float, draft_length: int, costs: Costs, load: Load) -> float:
+def predicted(rates: Rates, drafted: float, draft_length: int, costs: Costs, load: ServingLoad) -> float:
     """Return the predicted speedup of rounds with these rates."""
     if draft_length == 0:
         return 1.0
@@ -116,7 +116,7 @@ def predicted(rates: Rates, drafted: float, draft_length: int, costs: Costs, loa
     return costs.drafting_in(drafted).speedup(emitted, draft_length, load.batch_size, load.context)
 
 
-def potential(score: Score, growth: float, costs: Costs, load: Load) -> float:
+def potential(score: Score, growth: float, costs: Costs, load: ServingLoad) -> float:
     """Return the speedup at the best draft length if the log-odds of every acceptance rate grew by so much."""
     rates = [
         None if rate is None else float(expit(logit(np.clip(rate, NEVER, ALWAYS)) + growth)) for rate in score.rates

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from draftsmith.recipes.auto.budget import AutoPlan
 from draftsmith.recipes.auto.race import Rung
 from draftsmith.recipes.auto.score import Score
-from draftsmith.recipes.auto.traffic import Traffic
+from draftsmith.recipes.auto.traffic import TrafficSummary
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class AutoState:
     """The content of auto.json, which each stage writes when it is done."""
 
     asked: str  # the settings, in words
-    traffic: Traffic
+    traffic: TrafficSummary
     plan: AutoPlan
     lookups: list[Score]
     rungs: list[Rung]

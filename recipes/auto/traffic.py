@@ -26,7 +26,7 @@ PERSONAL = {
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficSummary:
     """A description of the prompts that fit the target."""
 
     num_prompts: int
@@ -69,7 +69,7 @@ class DividedPrompts:
         return self.folder / "test.jsonl"
 
 
-def divide(source: str, target: Target, longest: int, keeps_personal: bool, divided: DividedPrompts) -> Traffic:
+def divide(source: str, target: Target, longest: int, keeps_personal: bool, divided: DividedPrompts) -> TrafficSummary:
     """Write the prompts of a source in three parts that share none, by their beginnings alone, and describe them.
 
     Prompts of more than `longest` tokens are left out. Raises `UserError` where too few are left.
@@ -98,7 +98,7 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
     for path, prompts in ((divided.training, training), (divided.racing, racing), (divided.test, test)):
         write_prompts(path, prompts)
     everything = [*training, *held_out]
-    return Traffic(
+    return TrafficSummary(
         num_prompts=len(everything),
         num_masked=0 if keeps_personal else len(masked),
         num_too_long=num_too_long,

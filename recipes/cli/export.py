@@ -2,9 +2,8 @@
 
 from rich.console import Console
 
-from draftsmith.models import Target
 from draftsmith.recipes.configs.command_settings import ExportSettings
-from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.evaluation.inputs import load_head, load_target
 from draftsmith.recipes.serving.export_command import export
 
 
@@ -13,5 +12,5 @@ def run(settings: ExportSettings, console: Console) -> None:
     if settings.prompts:
         target = load_target(settings.target, settings.device, settings.chat_template_kwargs)
     else:  # nothing is decoded
-        target = Target.head_from_pretrained(settings.target, None, settings.device or "cpu")
+        target = load_head(settings.target, settings.device or "cpu")
     export(settings, target, console)

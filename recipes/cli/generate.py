@@ -11,9 +11,8 @@ from draftsmith.models import load_drafter
 from draftsmith.models.errors import printable
 from draftsmith.models.target.chat_template import has_template
 from draftsmith.recipes.configs.command_settings import GenerateSettings
-from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, load_target
 
-DRAFT_LENGTH = 4  # where neither a length nor a schedule is asked for
 DIM, GREEN, RESET = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 
 

@@ -18,7 +18,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.data_settings import PrepareCommandSettings
-from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, load_target
 
 T = TypeVar("T", int, float)
 
@@ -38,7 +38,7 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         batch_size=settings.batch_size,
         seed=settings.seed,
         drafter=settings.drafter or "none",
-        draft_length=4 if settings.draft_length is None else settings.draft_length,
+        draft_length=DRAFT_LENGTH if settings.draft_length is None else settings.draft_length,
         endpoint=settings.endpoint,
         skip_long=settings.skip_long,
         refuse_surrogates=settings.refuse_surrogates,

@@ -15,7 +15,7 @@ from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 
-DRAFT_LENGTH = 4  # where neither a draft length, nor a tree, nor a schedule is asked for
+DRAFT_LENGTH = 4  # of all commands, where neither a draft length, nor a tree, nor a schedule is asked for
 DEFAULT_REPEATS, DEFAULT_MINUTES = 5, 4.0  # so many repeats of each setting, or as many as fit
 MOST_REPEATS = 25  # where a time is given
 
@@ -29,6 +29,12 @@ def load_target(name: str, device: str | None, chat_template_kwargs: JsonObject 
         target = Target.from_pretrained(name, device)
     set_chat(target, ChatSettings(chat_template_kwargs or {}))
     return target
+
+
+def load_head(name: str, device: str = "cpu") -> Target:
+    """Return a target without its layers, whose sizes, embedding and head are enough; say so while they are loaded."""
+    with waiting(f"loading the head of {name} ..."):
+        return Target.head_from_pretrained(name, None, device)
 
 
 def read_prompt_sets(

@@ -9,9 +9,20 @@ from draftsmith.inference.planning.costs import CostModel, Costs
 from draftsmith.inference.planning.plans import Acceptance, BatchCosts, BestDraft, DrafterPlan, Expectation
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree
-from draftsmith.recipes.configs.published import PUBLISHED
+from draftsmith.recipes.configs.published_acceptance import PUBLISHED
 
 LONGEST = 8  # draft length, where nothing else is asked for
+
+
+def planned_lengths(name: str, asked: Sequence[int], most: int | None) -> list[int]:
+    """Return the draft lengths to plan a drafter with; `most` is its longest draft, if it has one.
+
+    Raises `UserError` where it drafts fewer tokens in a row than were asked for.
+    """
+    lengths = sorted(set(asked)) or list(range(1, min(LONGEST, most or LONGEST) + 1))
+    if most is not None and lengths[-1] > most:
+        raise UserError(f"--draft-length {lengths[-1]}: {name} drafts up to {most} tokens in a row")
+    return lengths
 
 
 # --- acceptance

@@ -30,7 +30,14 @@ from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import public_target, target_config
 from draftsmith.recipes.planning.drafter_shapes import drafter_shape
-from draftsmith.recipes.planning.expectations import LONGEST, batch_costs, expectations, known_acceptance, verdicts
+from draftsmith.recipes.planning.expectations import (
+    LONGEST,
+    batch_costs,
+    expectations,
+    known_acceptance,
+    planned_lengths,
+    verdicts,
+)
 from draftsmith.recipes.planning.gpu_plan_page import assumption_lines, machine_text, memory_lines, plan_page
 from draftsmith.recipes.planning.plan_tables import print_break_even, print_expected
 from draftsmith.recipes.planning.training_plan import print_training, training_plans
@@ -129,10 +136,8 @@ def planned_drafter(
     costs: RooflineCosts, kind: str, batches: list[int], context: int, settings: PlanSettings
 ) -> DrafterPlan:
     """Return what is planned for a drafter. Raises `UserError` for drafts that it cannot make."""
-    shape, asked = costs.drafter, sorted(set(settings.draft_length))
-    if shape.longest is not None and max(asked, default=1) > shape.longest:
-        raise UserError(f"--draft-length {asked[-1]}: {shape.name} drafts up to {shape.longest} tokens in a row")
-    lengths = asked or list(range(1, min(LONGEST, shape.longest or LONGEST) + 1))
+    shape = costs.drafter
+    lengths = planned_lengths(shape.name, settings.draft_length, shape.longest)
     acceptances = known_acceptance(settings.acceptance, kind)
     acceptances = acceptances or [
         Acceptance(f"an assumed rate of {ASSUMED_RATE:g}", "assumed", [ASSUMED_RATE] * LONGEST)

@@ -26,7 +26,7 @@ from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.planning.drafter_shapes import drafter_of_shape
-from draftsmith.recipes.planning.expectations import LONGEST, drafter_plan, known_acceptance, listed
+from draftsmith.recipes.planning.expectations import drafter_plan, known_acceptance, listed, planned_lengths
 from draftsmith.recipes.planning.gpu_plan import plan_for_gpu
 from draftsmith.recipes.planning.plan_tables import print_break_even, print_expected
 from draftsmith.recipes.reports.report import build_report
@@ -91,12 +91,9 @@ def run(settings: PlanSettings, console: Console) -> None:
 def read_candidate(name: str, target: Target, settings: PlanSettings) -> Candidate:
     """Return a drafter and the drafts that it makes. Raises `UserError` for drafts that it cannot make."""
     drafter, recipe = drafter_of_shape(name, target)
-    most, asked = drafter.max_draft_length, sorted(set(settings.draft_length))
-    if most == 0:
+    if drafter.max_draft_length == 0:
         raise UserError(f"drafter {name}: it drafts nothing, so there is nothing to plan: give a kind such as eagle3")
-    if most is not None and max(asked, default=1) > most:
-        raise UserError(f"--draft-length {asked[-1]}: {name} drafts up to {most} tokens in a row")
-    lengths = asked or list(range(1, min(LONGEST, most or LONGEST) + 1))
+    lengths = planned_lengths(name, settings.draft_length, drafter.max_draft_length)
     sizes = sorted(set(settings.tree_nodes)) if drafter.can_branch else []
     return Candidate(name, drafter, recipe, lengths, [usual_tree(size, lengths[-1]) for size in sizes])
 

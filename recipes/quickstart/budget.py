@@ -83,14 +83,10 @@ def load_budget(path: Path, target: str, minutes: float, kinds: list[str]) -> Bu
 def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minutes: float) -> Budget:
     """Time a batch of answers, a decoded prompt and a few training steps of each drafter, and divide the time."""
     seconds = minutes * 60
-    encoded = [tokenise(prompt, target) for prompt in prompts[: ANSWERS.batch_size]]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
-    plain.generate(encoded[:1], max_new_tokens=4)  # warm-up
-    start = time.perf_counter()
-    samples = first_samples(plain, prompts[: ANSWERS.batch_size])
-    num_batches = max(2, int(seconds * PREPARE_SHARE / (time.perf_counter() - start)))
-
-    num_threads, per_token = fastest_num_threads(plain, encoded[:TIMED_PROMPTS])
+    samples, batch_seconds = timed_samples(plain, prompts[: ANSWERS.batch_size])
+    num_batches = max(2, int(seconds * PREPARE_SHARE / batch_seconds))
+    num_threads, per_token = fastest_num_threads(plain, prompts[:TIMED_PROMPTS])
     brief = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
     # a prompt is decoded plainly and with each contender, which take about as long
     checkpoint_prompt = 3 * per_token * brief.max_new_tokens * brief.repeats * CHECKPOINTS * len(kinds)
@@ -112,20 +108,26 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     )
 
 
-def first_samples(plain: SpeculativeDecoder, prompts: list[Prompt], answers: PrepareSettings = ANSWERS) -> list[Sample]:
-    """Return the target's answers to prompts, as `prepare` would write them."""
+def timed_samples(
+    plain: SpeculativeDecoder, prompts: list[Prompt], answers: PrepareSettings = ANSWERS
+) -> tuple[list[Sample], float]:
+    """Return the target's answers to prompts, as `prepare` would write them, and the seconds that they took."""
+    plain.generate([tokenise(prompts[0], plain.target)], max_new_tokens=4)  # warm-up
+    start = time.perf_counter()
     markers = Markers.of_target(plain.target)
     dialogues = [Dialogue(prompt, index, Sampling(1.0), plain.target, markers) for index, prompt in enumerate(prompts)]
-    return [sample for dialogue in decode_answers(plain, dialogues, answers) for sample in dialogue.samples]
+    samples = [sample for dialogue in decode_answers(plain, dialogues, answers) for sample in dialogue.samples]
+    return samples, time.perf_counter() - start
 
 
-def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[list[int]]) -> tuple[int | None, float]:
+def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[Prompt]) -> tuple[int | None, float]:
     """Return the number of CPU threads, one or all, that decodes the prompts fastest, and its seconds a token."""
+    encoded = [tokenise(prompt, plain.target) for prompt in prompts]
     candidates = [None] if plain.target.device.type == "cuda" else [torch.get_num_threads(), 1]
     times = {}
     for num_threads in candidates:
         with cpu_threads(num_threads):
-            outputs = [plain.generate([prompt], COMPARISON.max_new_tokens) for prompt in prompts]
+            outputs = [plain.generate([prompt], COMPARISON.max_new_tokens) for prompt in encoded]
         num_tokens = sum(len(output.token_ids[0]) for output in outputs)
         times[num_threads] = sum(output.timing.total for output in outputs) / num_tokens
     fastest = min(times, key=lambda num_threads: times[num_threads])

@@ -32,7 +32,10 @@ from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing.champions import LINK, Champions
 from draftsmith.recipes.refreshing.folders import copy_checkpoint, keep_only
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
-from draftsmith.recipes.refreshing.moved import (
+from draftsmith.recipes.refreshing.page import refresh_page
+from draftsmith.recipes.refreshing.state import RefreshState, Round, read_state, write_state
+from draftsmith.recipes.refreshing.traffic import clean, read_new
+from draftsmith.recipes.refreshing.traffic_shift import (
     Look,
     Survival,
     acceptance_p_value,
@@ -41,9 +44,6 @@ from draftsmith.recipes.refreshing.moved import (
     shift_of,
     why_moved,
 )
-from draftsmith.recipes.refreshing.page import refresh_page
-from draftsmith.recipes.refreshing.state import RefreshState, Round, read_state, write_state
-from draftsmith.recipes.refreshing.traffic import clean, read_new
 from draftsmith.recipes.refreshing.training import make_plan, training_config
 from draftsmith.recipes.refreshing.window import Window
 from draftsmith.train import train

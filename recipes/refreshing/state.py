@@ -9,8 +9,8 @@ from pathlib import Path
 from draftsmith.models.sealed_json import read_sealed, write_sealed
 from draftsmith.recipes.refreshing.champions import LINK
 from draftsmith.recipes.refreshing.judgement import Judgement
-from draftsmith.recipes.refreshing.moved import Look
 from draftsmith.recipes.refreshing.traffic import Taken, TrafficCounts
+from draftsmith.recipes.refreshing.traffic_shift import Look
 from draftsmith.recipes.refreshing.training import TrainingPlan
 
 STATE = "state.json"

@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.data.samples.samples import HELD_OUT
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.auto.budget import SMALL_TARGET, recipe_of_auto
 from draftsmith.recipes.configs.training_settings import RefreshSettings
-from draftsmith.recipes.quickstart.budget import first_samples, time_step
+from draftsmith.recipes.quickstart.budget import time_step, timed_samples
 from draftsmith.train import TrainConfig
 
 ANSWER_SHARE, TRAINING_SHARE = 0.3, 0.5  # of the budget; the rest is for judging and slack
@@ -70,11 +68,9 @@ def make_plan(
         seconds = 3600 * settings.budget
         plain = SpeculativeDecoder(target, load_drafter("none", target))
         first = [*new, *old][:BATCH_SIZE]
-        plain.generate([tokenise(first[0], target)], max_new_tokens=4)  # warm-up
-        start = perf_counter()
         answers = PrepareSettings(max_new_tokens=settings.max_new_tokens, batch_size=BATCH_SIZE)
-        samples = first_samples(plain, first, answers)
-        num_answers = max(len(first), int(ANSWER_SHARE * seconds / (perf_counter() - start) * len(first)))
+        samples, batch_seconds = timed_samples(plain, first, answers)
+        num_answers = max(len(first), int(ANSWER_SHARE * seconds / batch_seconds * len(first)))
         step = time_step(config, champion, target, samples)
         num_steps = int(TRAINING_SHARE * seconds / (step.features + step.loss))
     num_new = min(len(new), max(round(NEW_SHARE * num_answers), num_answers - len(old)))

@@ -17,7 +17,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import printable
 from draftsmith.models.files import real_path, require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
-from draftsmith.recipes.configs.playground import playground_data
+from draftsmith.recipes.configs.playground_data import playground_data
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.report_data.reading import as_yaml, read_report_data, report_data_of

@@ -15,6 +15,7 @@ from draftsmith.models.files import real_path, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations
+from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
 from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE
@@ -26,8 +27,6 @@ from draftsmith.recipes.serving.serve_commands import (
     write_scripts,
     write_swappable,
 )
-
-DRAFT_LENGTH = 4  # where nothing is measured or asked for
 
 
 def export(settings: ExportSettings, target: Target, console: Console, measured: Evaluation | None = None) -> Exported:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from draftsmith.data.http import named_urls
-from draftsmith.data.progress import progress_bar, waiting
+from draftsmith.data.progress import progress_bar
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.results import Evaluation
@@ -22,7 +22,7 @@ from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
-from draftsmith.recipes.evaluation.inputs import DEFAULT_REPEATS, read_prompt_sets
+from draftsmith.recipes.evaluation.inputs import DEFAULT_REPEATS, load_head, read_prompt_sets
 from draftsmith.recipes.serving.export import is_training_free, write_drafter
 from draftsmith.train.engine.answers import Load
 from draftsmith.train.engine.judging import ENGINE, PLAIN, EngineJudge, JudgeSettings
@@ -43,8 +43,7 @@ def evaluate_by_engine(settings: EvaluateSettings) -> list[Evaluation]:
         raise UserError("--beside: give its servers other names than the drafters")
     require_writable(settings.out)
     refuse_other_evaluations(settings.out, names)
-    with waiting(f"loading the head of {settings.target} ..."):
-        target = Target.head_from_pretrained(settings.target, None, "cpu")
+    target = load_head(settings.target)
     set_chat(target, ChatSettings(settings.chat_template_kwargs or {}))
     judge = EngineJudge(
         JudgeSettings(

@@ -13,9 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.data.console import shell_path
-from draftsmith.data.progress import progress_bar, waiting
+from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.schedule import for_vllm
-from draftsmith.models import Target
 from draftsmith.models.drafter_configs import NgramConfig
 from draftsmith.models.files import made_folder, real_path, whole_folder, write_json
 from draftsmith.models.typed_json import to_json
@@ -35,6 +34,7 @@ from draftsmith.recipes.bench.server_tuning import (
 from draftsmith.recipes.bench.started_vllm import VllmStarter
 from draftsmith.recipes.bench.verdict import Difference, verdict
 from draftsmith.recipes.configs.server_settings import TuneServerSettings
+from draftsmith.recipes.evaluation.inputs import load_head
 from draftsmith.recipes.reports.tables import Cell, Table, for_terminal
 from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE, VLLM
 from draftsmith.recipes.serving.export import Exported, served_names, write_drafter
@@ -53,8 +53,7 @@ def run(settings: TuneServerSettings, console: Console) -> None:
     """Start vLLM with candidates, write the fastest as serve_vllm.sh and all measures as server_tuning.json."""
     mix = read_mix(settings.prompts, settings.trace, settings.max_new_tokens, settings.temperature)
     loads = [BenchLoad("concurrency", float(number)) for number in sorted(set(settings.concurrency))]
-    with waiting(f"loading the head of {settings.target} ..."):
-        target = Target.head_from_pretrained(settings.target, None, "cpu")
+    target = load_head(settings.target)
     with made_folder(settings.out), whole_folder(settings.out) as folder, progress_bar() as progress:
         (folder / "drafter").mkdir()
         exported = write_drafter(

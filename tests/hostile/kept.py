@@ -18,8 +18,8 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.refreshing import refresh, traffic
 from draftsmith.recipes.refreshing.champions import Champions
-from draftsmith.recipes.refreshing.moved import fall_in_history
 from draftsmith.recipes.refreshing.state import read_state
+from draftsmith.recipes.refreshing.traffic_shift import fall_in_history
 from draftsmith.recipes.watching.history import History
 from draftsmith.recipes.watching.readings import Latency, Reading
 from draftsmith.train.engine.vllm_counters import Counters

@@ -17,13 +17,13 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
 from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
-from draftsmith.recipes.auto.score import Load, Score, best_draft_of, potential, rates_of, speedup_of
+from draftsmith.recipes.auto.score import Score, ServingLoad, best_draft_of, potential, rates_of, speedup_of
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation import comparison
 
-LOAD = Load(1, 100)
+LOAD = ServingLoad(1, 100)
 
 
 # --- traffic

@@ -17,7 +17,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import TuneSettings
-from draftsmith.recipes.configs.published import PUBLISHED
+from draftsmith.recipes.configs.published_acceptance import PUBLISHED
 from draftsmith.recipes.planning.expectations import drafter_plan
 from draftsmith.recipes.studies.tune import prompts_to_fit
 

@@ -29,12 +29,12 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto.traffic import FEWEST
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
-from draftsmith.recipes.refreshing import moved, refresh, traffic, training
+from draftsmith.recipes.refreshing import refresh, traffic, traffic_shift, training
 from draftsmith.recipes.refreshing.champions import KEPT, Champions
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
-from draftsmith.recipes.refreshing.moved import Look, acceptance_p_value, domains_p_value, shift_of, why_moved
 from draftsmith.recipes.refreshing.state import Round, read_state
 from draftsmith.recipes.refreshing.traffic import bits_per_byte, clean, read_new
+from draftsmith.recipes.refreshing.traffic_shift import Look, acceptance_p_value, domains_p_value, shift_of, why_moved
 from draftsmith.recipes.watching.history import History
 from draftsmith.recipes.watching.readings import Latency, Reading
 from draftsmith.train.engine.vllm_counters import Counters
@@ -67,8 +67,8 @@ def alarms(new_rate: float, new_shares: list[float], rounds: int) -> float:
 
 def test_traffic_that_stays_is_cried_as_moved_as_seldom_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a rate of 0.2 for both tests; a binomial of 300 rounds lies within three standard errors above it."""
-    monkeypatch.setattr(moved, "DRAWS", 199)
-    monkeypatch.setattr(moved, "LEAST_SHIFT", 0.0)
+    monkeypatch.setattr(traffic_shift, "DRAWS", 199)
+    monkeypatch.setattr(traffic_shift, "LEAST_SHIFT", 0.0)
     found = alarms(0.5, [1 / 3] * 3, 300)
     assert 0.05 < found <= 0.2 + 3 * math.sqrt(0.2 * 0.8 / 300)
     assert alarms(0.5, [0.6, 0.2, 0.2], 20) == 1.0
@@ -82,7 +82,7 @@ def test_the_chance_of_domains_is_that_of_the_hypergeometric_distribution() -> N
     chances = hypergeom(60, 17, 20).pmf(numbers)
     at_least_as_far = np.abs(numbers - 17 * 20 / 60) >= abs(7 - 17 * 20 / 60) - 1e-9
     found = domains_p_value({"code": 7, "chat": 13}, {"code": 10, "chat": 30})
-    assert found == pytest.approx(chances[at_least_as_far].sum(), abs=4 * math.sqrt(0.25 / moved.DRAWS))
+    assert found == pytest.approx(chances[at_least_as_far].sum(), abs=4 * math.sqrt(0.25 / traffic_shift.DRAWS))
 
 
 def test_a_shift_that_is_sure_and_small_moves_nothing() -> None:
@@ -98,15 +98,15 @@ def test_a_shift_that_is_sure_and_small_moves_nothing() -> None:
 
 def test_a_fall_that_watch_has_found_counts(tmp_path: Path) -> None:
     path = tmp_path / "watch.db"
-    assert moved.fall_in_history(path, 0.0) is None
+    assert traffic_shift.fall_in_history(path, 0.0) is None
     history = History(path)
     chances = np.random.default_rng(0)
     for minute in range(120):
         accepted = int(chances.binomial(1000, 0.6 if minute < 60 else 0.5))
         counters = Counters(1000, 1000, accepted, (accepted,))
         history.add("http://one", Reading(60.0 * minute, counters, None, Latency(), Latency(), 0.0))
-    assert "http://one: acceptance length has fallen" in str(moved.fall_in_history(path, 1800.0))
-    assert moved.fall_in_history(path, 7200.0) is None
+    assert "http://one: acceptance length has fallen" in str(traffic_shift.fall_in_history(path, 1800.0))
+    assert traffic_shift.fall_in_history(path, 7200.0) is None
 
 
 # --- new traffic

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
-from draftsmith.recipes.configs.published import PUBLISHED
+from draftsmith.recipes.configs.published_acceptance import PUBLISHED
 
 BYTES = 2  # of a weight, and of a number in the cache: bf16
 DRAFT_VOCABULARY, BLOCK_LAYERS, HEADS = 32_000, 5, 4  # of EAGLE-3, of DFlash, of Medusa, as published
