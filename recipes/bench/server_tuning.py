@@ -1,4 +1,4 @@
-"""The choice of the settings that a server is fastest with, from what was measured of a few."""
+"""`draftsmith tune-server` chooses the settings that a server is fastest with, from what was measured of a few."""
 
 import math
 from collections.abc import Sequence

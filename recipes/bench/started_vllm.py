@@ -1,4 +1,4 @@
-"""A vLLM that is started for a measurement, on this machine, and ends with it."""
+"""A vLLM that `draftsmith tune-server` starts on this machine for a measurement, and that ends with it."""
 
 import contextlib
 import socket

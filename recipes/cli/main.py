@@ -30,7 +30,7 @@ NUMBERS_OF_HUB = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingfa
 RESUMED = ("quickstart", "auto", "refresh", "prepare", "train")  # commands that go on where they were interrupted
 
 
-# By name: the module below draftsmith.recipes whose `run(settings, console)` is the command, and its settings.
+# By name of the command: the module below draftsmith.recipes whose `run(settings, console)` it is, and its settings.
 COMMANDS: dict[str, tuple[str, type]] = {
     "quickstart": ("quickstart.quickstart", training_settings.QuickstartSettings),
     "auto": ("auto.auto", training_settings.AutoSettings),
@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "replay": ("studies.replay", command_settings.ReplaySettings),
     "plan": ("planning.plan", command_settings.PlanSettings),
     "export": ("cli.export", command_settings.ExportSettings),
-    "bench": ("cli.bench", server_settings.BenchSettings),
+    "bench": ("bench.bench", server_settings.BenchSettings),
     "tune-server": ("studies.tune_server", server_settings.TuneServerSettings),
     "watch": ("watching.watch", server_settings.WatchSettings),
     "generate": ("cli.generate", command_settings.GenerateSettings),
@@ -97,7 +97,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def fail(message: str, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Say what is wrong and return the exit code. torch's launcher ends with a summary that repeats its file's line."""
+    """Say what is wrong and return the exit code.
+
+    The message also goes to the file that torch's launcher reads it from, for the summary at its end.
+    """
     line = one_line(f"error: {message}")
     with contextlib.suppress(OSError):  # whose place is full or gone: the exit code still tells
         print(line, file=sys.stderr)
@@ -149,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return answer(sys.argv[1:] if argv is None else argv)
+            return run_arguments(sys.argv[1:] if argv is None else argv)
         finally:
             if sys.stdout:
                 sys.stdout.flush()
@@ -177,7 +180,7 @@ def open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
-def answer(argv: Sequence[str]) -> int:
+def run_arguments(argv: Sequence[str]) -> int:
     """Run the command that was given, and return its exit code."""
     call = None
     try:
@@ -193,7 +196,7 @@ def answer(argv: Sequence[str]) -> int:
     except BaseException as error:  # panics of the Rust libraries are no `Exception`
         if call and call.debug:
             raise
-        return fail(*told(error, call))
+        return fail(*message_of(error, call))
     return 0
 
 
@@ -214,7 +217,7 @@ def refuse_surroundings() -> None:
 
 @contextlib.contextmanager
 def faults_of_threads() -> Iterator[None]:
-    """Raise in the main thread what another thread of draftsmith's raises during the block, and nobody waits for."""
+    """Raise in the main thread what other threads of draftsmith raise during the block, unwaited for."""
     faults: list[BaseException] = []
     default = threading.excepthook
 
@@ -241,8 +244,8 @@ def faults_of_threads() -> Iterator[None]:
         raise faults[0]
 
 
-def told(error: BaseException, call: Call | None) -> tuple[str, int]:
-    """Return what is said of an error, and the exit code."""
+def message_of(error: BaseException, call: Call | None) -> tuple[str, int]:
+    """Return the message of an error, and the exit code."""
     if isinstance(error, UserError):
         return str(error), getattr(error, "exit_code", EXIT_USER_ERROR)
     name = call.name if call else ""

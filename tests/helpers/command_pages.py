@@ -11,12 +11,12 @@ from draftsmith.recipes.auto.page import auto_page
 from draftsmith.recipes.auto.race import Contender, Rung
 from draftsmith.recipes.auto.score import Score
 from draftsmith.recipes.auto.state import AutoState
-from draftsmith.recipes.auto.traffic import Traffic
+from draftsmith.recipes.auto.traffic import TrafficSummary
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement
-from draftsmith.recipes.refreshing.moved import Look
 from draftsmith.recipes.refreshing.page import refresh_page
 from draftsmith.recipes.refreshing.state import RefreshState, Round
 from draftsmith.recipes.refreshing.traffic import TrafficCounts
+from draftsmith.recipes.refreshing.traffic_shift import Look
 from draftsmith.recipes.refreshing.training import TrainingPlan
 from draftsmith.recipes.watching.page import Series, watch_page
 from draftsmith.recipes.watching.readings import Latency, Reading
@@ -52,7 +52,7 @@ def search() -> AutoState:
     decision = "rung 1: eagle3 and hydra go on; dflash is dropped: forecast 1.54×, eagle3 1.82×"
     return AutoState(
         asked="",
-        traffic=Traffic(130, 10, 1, 100, 15, 15, 412.0, 0.4, {"code": 80, "chat": 40, "": 10}),
+        traffic=TrafficSummary(130, 10, 1, 100, 15, 15, 412.0, 0.4, {"code": 80, "chat": 40, "": 10}),
         plan=AutoPlan(TARGET, 8.0, 40_000, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0, 60.0, False),
         lookups=[score("ngram", 0, 1.1), score("suffix", 0, 1.2)],
         rungs=[Rung(contenders, ["eagle3", "hydra"], decision)],
