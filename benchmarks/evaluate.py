@@ -18,8 +18,8 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
+from draftsmith.recipes.pages.tables import speedup_text
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, write_jsonl
-from draftsmith.recipes.reports.tables import speedup_text
 
 GOAL = 5  # minutes
 GRID = ["--temperature", "0", "1", "--batch-size", "1", "4", "8"]

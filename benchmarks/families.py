@@ -35,8 +35,8 @@ from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
+from draftsmith.recipes.pages.tables import interval_text
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, write_jsonl
-from draftsmith.recipes.reports.tables import interval_text
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 

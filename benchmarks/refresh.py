@@ -35,12 +35,12 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.evaluation.inputs import load_target
+from draftsmith.recipes.pages.figures import COLOURS, save_plot
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing.champions import Champions
 from draftsmith.recipes.refreshing.refresh import DRAFT_LENGTH, one_round
 from draftsmith.recipes.refreshing.state import read_state
 from draftsmith.recipes.refreshing.training import TrainingPlan, training_config
-from draftsmith.recipes.reports.figures import COLOURS, save_plot
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 

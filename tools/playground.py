@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from draftsmith.models.files import write_whole
-from draftsmith.recipes.reports.report import playground_page
+from draftsmith.recipes.pages.rendering import playground_page
 
 PAGE = Path(__file__).parents[1] / "docs/playground.html"
 

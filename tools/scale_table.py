@@ -14,8 +14,8 @@ from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.models.target.shape import target_shape
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, target_config
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.pages.tables import markdown
 from draftsmith.recipes.planning.training_plan import ways_table
-from draftsmith.recipes.reports.tables import markdown
 from draftsmith.train.hardware.estimates import H100, meta_drafter
 from draftsmith.train.hardware.layouts import drafter_share
 from draftsmith.train.hardware.ways import Training, stored, streamed, trained, training_plan

@@ -3,7 +3,7 @@
 A pass takes the longer of two times: to read its weights, or to multiply its tokens by them (Williams, Waterman and
 Patterson, Roofline, CACM 2009). To it comes the time in which attention reads the caches of all texts, and times that
 no data sheet tells: of kernels that start one after the other, and of the engine between rounds. `Assumptions` holds
-these; docs/roofline.md says how far the whole is off. page/plan_panel.js computes the same.
+these; docs/roofline.md says how far the whole is off. templates/plan_panel.js computes the same.
 """
 
 from dataclasses import dataclass, field

@@ -3,7 +3,7 @@
 A pass of the target takes the longer of two times: to read its weights and the keys and values of all texts, or to
 compute its tokens (Williams, Waterman and Patterson, Roofline, CACM 2009). The unit is the time that reading the
 target's weights takes. While reading is longer, more tokens in a pass cost nothing; from `ridge` tokens on each costs.
-That is the cliff behind which speculation stops to pay. page/playground.js computes the same.
+That is the cliff behind which speculation stops to pay. templates/playground.js computes the same.
 """
 
 from dataclasses import dataclass

@@ -7,11 +7,11 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.race import Rung, growth_per_doubling
 from draftsmith.recipes.auto.score import Score, ServingLoad, potential
 from draftsmith.recipes.auto.state import AutoState
+from draftsmith.recipes.pages.rendering import rendered
+from draftsmith.recipes.pages.tables import Row, Section, Table, ratio_text, table_of
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.reading import report_data_of
 from draftsmith.recipes.reports.comparison_table import by_setting, ranking_table
-from draftsmith.recipes.reports.report import rendered
-from draftsmith.recipes.reports.tables import Row, Section, Table, ratio_text, table_of
 from draftsmith.recipes.reports.verdict import verdict_of
 
 MORE = 10  # times the time, for what it would bring

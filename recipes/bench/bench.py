@@ -14,7 +14,7 @@ from draftsmith.recipes.bench.results import BenchLoad, BenchStage, BenchTest, L
 from draftsmith.recipes.bench.runner import Bench, rival_at
 from draftsmith.recipes.bench.verdict import difference, search_rate, search_text, verdict
 from draftsmith.recipes.configs.server_settings import BenchSettings
-from draftsmith.recipes.reports.tables import Cell, Table, for_terminal, percent
+from draftsmith.recipes.pages.tables import Cell, Table, for_terminal, percent
 
 FIRST_RATE = 1.0  # requests a second that a search begins with
 LATE_MS = 100.0  # by which a request may leave late before the user is told that this machine is too busy

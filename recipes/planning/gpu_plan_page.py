@@ -7,10 +7,10 @@ from draftsmith.inference.planning.gpu_roofline import BYTES, Machine
 from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.inference.planning.plans import GpuPlan, Outcome, StepTimes
 from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.pages.rendering import SCRIPTS, rendered
+from draftsmith.recipes.pages.tables import Cell, Row, Section, Table, table_of
 from draftsmith.recipes.planning.training_plan import training_assumptions, training_section
-from draftsmith.recipes.reports.report import SCRIPTS, rendered
 from draftsmith.recipes.reports.studies import break_even_table, expected_table
-from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, table_of
 from draftsmith.recipes.reports.verdict import Fact
 
 START_LENGTH, START_RATE = 4, 70.0  # of the panel, where the plan has nothing better

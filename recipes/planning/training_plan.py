@@ -12,8 +12,8 @@ from draftsmith.models.target.shape import TargetShape
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import EPOCHS, TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.pages.tables import Cell, Row, Section, Table, for_terminal, table_of
 from draftsmith.recipes.planning.drafter_shapes import drafter_of_shape
-from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, for_terminal, table_of
 from draftsmith.train.hardware.estimates import UTILISATION, meta_target
 from draftsmith.train.hardware.ways import CARRIED, LINK_SHARE, Training, training_plan
 

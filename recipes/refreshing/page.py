@@ -2,10 +2,10 @@
 
 import time
 
+from draftsmith.recipes.pages.rendering import rendered
+from draftsmith.recipes.pages.tables import Cell, Row, Section, interval_text, ratio_text, table_of
 from draftsmith.recipes.refreshing.judgement import Comparison
 from draftsmith.recipes.refreshing.state import RefreshState, Round
-from draftsmith.recipes.reports.report import rendered
-from draftsmith.recipes.reports.tables import Cell, Row, Section, interval_text, ratio_text, table_of
 
 
 def refresh_page(state: RefreshState, serving: int | None) -> str:

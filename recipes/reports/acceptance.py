@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.measuring.results import CalibrationBin, Finding, Result, TeacherForced, TeacherForcedGap
+from draftsmith.recipes.pages.figures import COLOURS, INK, TWO_PANELS, Plot, label, label_text, legend, line_styles
+from draftsmith.recipes.pages.tables import Cell, Row, Section, Table, count, draft_text, percent, table_of
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult
-from draftsmith.recipes.reports.figures import COLOURS, INK, TWO_PANELS, Plot, label, label_text, legend, line_styles
-from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, count, draft_text, percent, table_of
 
 
 def acceptance(data: ReportData) -> Section:

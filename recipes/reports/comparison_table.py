@@ -6,10 +6,7 @@ from itertools import takewhile
 from draftsmith.inference.measuring.results import DomainResult, Interval, Result
 from draftsmith.inference.planning.best_draft import rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL
-from draftsmith.recipes.report_data.contents import ReportData
-from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter, differing_conditions
-from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
-from draftsmith.recipes.reports.tables import (
+from draftsmith.recipes.pages.tables import (
     Bar,
     Cell,
     Row,
@@ -25,6 +22,9 @@ from draftsmith.recipes.reports.tables import (
     table_of,
     tone_of,
 )
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter, differing_conditions
+from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
 from draftsmith.recipes.reports.what_if import chains, profile_of, speedups
 
 PLAIN = "none"  # the kind of plain decoding among drafters

@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from draftsmith.inference.measuring.results import Interval, Result
-from draftsmith.recipes.report_data.contents import ReportData
-from draftsmith.recipes.report_data.measured import EvaluatedRun
-from draftsmith.recipes.reports.figures import (
+from draftsmith.recipes.pages.figures import (
     BASELINE_COLOUR,
     DASHES,
     INK,
@@ -24,7 +22,9 @@ from draftsmith.recipes.reports.figures import (
     line_styles,
     plain_line,
 )
-from draftsmith.recipes.reports.tables import Cell, Row, Section, speedup_text, table_of, tone_of
+from draftsmith.recipes.pages.tables import Cell, Row, Section, speedup_text, table_of, tone_of
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import EvaluatedRun
 
 
 def history(data: ReportData) -> Section:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from draftsmith.inference.measuring.results import Certificate, Difference, LosslessCheck, Result
 from draftsmith.inference.verification.acceptance_rules import LOSSY
+from draftsmith.recipes.pages.tables import Cell, Row, Section, count, setting_name, table_of
 from draftsmith.recipes.report_data.contents import ReportData
-from draftsmith.recipes.reports.tables import Cell, Row, Section, count, setting_name, table_of
 
 
 def lossless_text(result: Result) -> str:

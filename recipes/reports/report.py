@@ -1,36 +1,28 @@
 """report.html of a run, of a folder of runs, or of an evaluation; report.md and report.json with the same beside it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
 
 from draftsmith.data.progress import notice
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.sample_texts import SampleRound, SampleText
 from draftsmith.inference.planning.costs import Costs
-from draftsmith.models.errors import printable
 from draftsmith.models.files import real_path, require_writable, write_json, write_whole
 from draftsmith.models.typed_json import to_json
-from draftsmith.recipes.configs.playground_data import playground_data
+from draftsmith.recipes.pages.figures import draw_plots
+from draftsmith.recipes.pages.markdown import escaped, fenced
+from draftsmith.recipes.pages.rendering import rendered
+from draftsmith.recipes.pages.tables import Section, markdown
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.report_data.reading import as_yaml, read_report_data, report_data_of
 from draftsmith.recipes.reports.acceptance import acceptance, calibration, diagnosis
 from draftsmith.recipes.reports.comparison_table import compared, traffic
-from draftsmith.recipes.reports.figures import draw_plots
 from draftsmith.recipes.reports.history import history
 from draftsmith.recipes.reports.lossless import differences
-from draftsmith.recipes.reports.markdown import escaped, fenced
 from draftsmith.recipes.reports.serving import choices, judged, load_tests
 from draftsmith.recipes.reports.speed import batches, speed
 from draftsmith.recipes.reports.studies import planned, replayed
-from draftsmith.recipes.reports.tables import Section, markdown
 from draftsmith.recipes.reports.verdict import Verdict, verdict_of
 from draftsmith.recipes.reports.what_if import Profile, cost_model, profiles_of, what_if
 
@@ -50,7 +42,6 @@ WORDS = {
     "Break-even": "The batch size at which the speedup falls to 1, on the line between the two measured sizes around "
     "it, over the logarithm of the batch size.",
 }
-SCRIPTS = ("panel.js", "playground.js", "story.js")
 UNREADABLE = "These files could not be read, and nothing in this report is of them:"
 
 
@@ -149,34 +140,6 @@ def story_of(sample: SampleText, data: ReportData) -> Story | None:
         if setting.batch_size == 1 and setting.temperature == sample.temperature and row.acceptance.num_drafts:
             return Story(sample.rounds, row.speed.milliseconds_per_round.total, row.plain_step_ms)
     return None
-
-
-def playground_page() -> str:
-    """Return the page of the playground alone, which needs no data, no other file and no network."""
-    return rendered("playground_page.html.j2")
-
-
-def rendered(template: str, scripts: Sequence[str] = SCRIPTS, **values: Any) -> str:
-    """Return a page from its template, with style, scripts and the playground's data, which all pages share."""
-    shared = {"style": page_file("report.css"), "script": "\n".join(map(page_file, scripts))}
-    return templates().get_template(template).render(playground=to_json(playground_data()), **shared, **values)
-
-
-@cache
-def templates() -> Environment:
-    """Return the templates of pages, each compiled once in a process."""
-    return Environment(
-        loader=FunctionLoader(page_file),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else printable(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def page_file(name: str) -> str:
-    return resources.files("draftsmith.recipes.reports").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def settings_of(data: ReportData) -> list[tuple[str, str, str, str]]:

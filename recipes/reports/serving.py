@@ -16,9 +16,7 @@ from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
 from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text, operating_points
-from draftsmith.recipes.report_data.contents import Choice, ReportData
-from draftsmith.recipes.report_data.measured import checkpoint_names
-from draftsmith.recipes.reports.figures import (
+from draftsmith.recipes.pages.figures import (
     BASELINE_COLOUR,
     COLOURS,
     INK,
@@ -28,7 +26,7 @@ from draftsmith.recipes.reports.figures import (
     label_text,
     legend,
 )
-from draftsmith.recipes.reports.tables import (
+from draftsmith.recipes.pages.tables import (
     Cell,
     Row,
     Section,
@@ -40,6 +38,8 @@ from draftsmith.recipes.reports.tables import (
     speedup_text,
     table_of,
 )
+from draftsmith.recipes.report_data.contents import Choice, ReportData
+from draftsmith.recipes.report_data.measured import checkpoint_names
 
 COLOUR_OF = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLOURS[2]}
 

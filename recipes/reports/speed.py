@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from draftsmith.inference.measuring.results import Percentiles, Result, Setting
-from draftsmith.recipes.report_data.contents import ReportData
-from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
-from draftsmith.recipes.reports.figures import (
+from draftsmith.recipes.pages.figures import (
     INK,
     Plot,
     interval_line,
@@ -21,7 +19,9 @@ from draftsmith.recipes.reports.figures import (
     line_styles,
     plain_line,
 )
-from draftsmith.recipes.reports.tables import Cell, Row, Section, draft_text, percent, speedup_text, table_of, tone_of
+from draftsmith.recipes.pages.tables import Cell, Row, Section, draft_text, percent, speedup_text, table_of, tone_of
+from draftsmith.recipes.report_data.contents import ReportData
+from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
 
 PHASE_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "host": "#9AA3AF"}
 

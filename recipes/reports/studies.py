@@ -3,8 +3,8 @@
 from itertools import groupby
 
 from draftsmith.inference.planning.plans import DrafterPlan, Plan
+from draftsmith.recipes.pages.tables import Cell, Row, Section, Table, interval_text, table_of
 from draftsmith.recipes.report_data.contents import Replay, ReplayedDraft, ReportData
-from draftsmith.recipes.reports.tables import Cell, Row, Section, Table, interval_text, table_of
 
 
 def planned(data: ReportData) -> Section:

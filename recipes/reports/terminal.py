@@ -7,12 +7,12 @@ from rich.text import Text
 
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
+from draftsmith.recipes.pages.tables import Cell, for_terminal
 from draftsmith.recipes.report_data.measured import MeasuredDrafter, compared
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.acceptance import diagnosis_lines
 from draftsmith.recipes.reports.comparison_table import by_setting, comparison_table, domain_table, span_table
 from draftsmith.recipes.reports.serving import judged_tables
-from draftsmith.recipes.reports.tables import Cell, for_terminal
 
 COLUMNS = ("drafter", "acceptance length", "speedup", "tokens/s", "ms a round", "identical outputs")  # that fit
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from draftsmith.inference.measuring.results import Environment, Result
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.inference.planning.plans import Plan
+from draftsmith.recipes.pages.tables import Tone, count, draft_text, speedup_text, tone_of
 from draftsmith.recipes.report_data.contents import Replay, ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
 from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
 from draftsmith.recipes.reports.lossless import divergences
 from draftsmith.recipes.reports.serving import judged_line
 from draftsmith.recipes.reports.speed import batch_curve, break_even
-from draftsmith.recipes.reports.tables import Tone, count, draft_text, speedup_text, tone_of
 
 MOSTLY_CUT = 0.75  # share of the tokens that answers may have, from which on most of them were cut
 

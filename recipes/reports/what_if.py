@@ -2,7 +2,7 @@
 
 A round of draft length K emits 1 + r1 + r1 r2 + ... + r1...rK tokens, r being the chances that a drafted token is
 accepted when all before it were; r1 counts the rounds without a draft, too. It costs draft(K) + verify(K) + host steps
-of plain decoding. Their ratio is the speedup. page/panel.js computes it for acceptance and costs that its sliders
+of plain decoding. Their ratio is the speedup. templates/panel.js computes it for acceptance and costs that its sliders
 change; at the measured ones it shows what `speedups` gives here, which a test compares.
 """
 
@@ -19,10 +19,10 @@ from draftsmith.inference.planning.best_draft import acceptance_length, rates_of
 from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.inference.planning.roofline import RoundCosts
 from draftsmith.models.errors import printable
+from draftsmith.recipes.pages.figures import INK, LineStyle, Plot, label, legend, line_styles
+from draftsmith.recipes.pages.tables import Section, Table, count, draft_text, speedup_text, table_of
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.measured import MeasuredDrafter
-from draftsmith.recipes.reports.figures import INK, LineStyle, Plot, label, legend, line_styles
-from draftsmith.recipes.reports.tables import Section, Table, count, draft_text, speedup_text, table_of
 
 ASSUMED_RATE = 0.7  # of acceptance at each depth, where a plan knows none
 REACH = 2  # times the longest draft and the largest batch that were measured is as far as the panel goes

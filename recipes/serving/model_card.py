@@ -14,7 +14,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.files import file_hash, real_path, write_whole
 from draftsmith.models.reading import read_typed
 from draftsmith.models.typed_json import optional, to_json
-from draftsmith.recipes.reports.markdown import code, fenced, finalized
+from draftsmith.recipes.pages.markdown import code, fenced, finalized
 from draftsmith.recipes.serving.engine_check import EngineReport
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported
 from draftsmith.train.run_folder.stored_run import read_config

@@ -33,10 +33,10 @@ from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import load_target
-from draftsmith.recipes.reports.figures import TWO_PANELS, save_plot
+from draftsmith.recipes.pages.figures import TWO_PANELS, save_plot
+from draftsmith.recipes.pages.tables import for_terminal
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.serving import draw_load, stage_table
-from draftsmith.recipes.reports.tables import for_terminal
 
 MAX_BATCH = 16
 REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99

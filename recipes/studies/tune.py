@@ -24,7 +24,7 @@ from draftsmith.recipes.evaluation.comparison import (
     refuse_other_evaluations,
 )
 from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, load_target, read_prompt_sets
-from draftsmith.recipes.reports.tables import draft_text
+from draftsmith.recipes.pages.tables import draft_text
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.train.evaluation.pooling import subset
 

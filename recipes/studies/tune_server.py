@@ -35,7 +35,7 @@ from draftsmith.recipes.bench.started_vllm import VllmStarter
 from draftsmith.recipes.bench.verdict import Difference, verdict
 from draftsmith.recipes.configs.server_settings import TuneServerSettings
 from draftsmith.recipes.evaluation.inputs import load_head
-from draftsmith.recipes.reports.tables import Cell, Table, for_terminal
+from draftsmith.recipes.pages.tables import Cell, Table, for_terminal
 from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE, VLLM
 from draftsmith.recipes.serving.export import Exported, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 
 from matplotlib.figure import Figure
 
-from draftsmith.recipes.reports.figures import COLOURS, INK, TWO_PANELS, Plot, draw_plots, label, legend
-from draftsmith.recipes.reports.report import rendered
-from draftsmith.recipes.reports.tables import Row, Section, table_of
+from draftsmith.recipes.pages.figures import COLOURS, INK, TWO_PANELS, Plot, draw_plots, label, legend
+from draftsmith.recipes.pages.rendering import rendered
+from draftsmith.recipes.pages.tables import Row, Section, table_of
 from draftsmith.recipes.watching.readings import Reading
 
 MOST_SHOWN = 2000  # readings of a server, the newest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.models.typed_json import to_json
-from draftsmith.recipes.reports.report import SCRIPTS, page_file
+from draftsmith.recipes.pages.rendering import SCRIPTS, page_file
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [

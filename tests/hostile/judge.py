@@ -33,7 +33,7 @@ from draftsmith.inference.planning import cost_measurement
 from draftsmith.inference.traffic import load_test
 from draftsmith.models.errors import UserError, first_line, printable
 from draftsmith.models.files import write_whole
-from draftsmith.recipes.reports import figures
+from draftsmith.recipes.pages import figures
 from draftsmith.recipes.studies import load_test as load_test_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -27,11 +27,11 @@ from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.models.errors import UserError, printable
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.pages.figures import for_page, label_text, legend, save_plot
+from draftsmith.recipes.pages.markdown import code, escaped, fenced
+from draftsmith.recipes.pages.tables import Cell, for_terminal, table_of
 from draftsmith.recipes.reports import report
-from draftsmith.recipes.reports.figures import for_page, label_text, legend, save_plot
-from draftsmith.recipes.reports.markdown import code, escaped, fenced
 from draftsmith.recipes.reports.report import build_report, evaluation_markdown
-from draftsmith.recipes.reports.tables import Cell, for_terminal, table_of
 from draftsmith.recipes.serving.export import Exported
 from draftsmith.recipes.serving.model_card import write_card
 from draftsmith.recipes.serving.serve_commands import write_scripts

@@ -33,6 +33,7 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, target_config
 from draftsmith.recipes.configs.recipes import recipe_named
+from draftsmith.recipes.pages.rendering import SCRIPTS
 from draftsmith.recipes.planning.drafter_shapes import DRAFT_MODELS, PASSES, drafter_of_shape, drafter_shape
 from draftsmith.recipes.planning.gpu_plan import gpu_plan
 from draftsmith.recipes.planning.training_plan import (
@@ -42,7 +43,6 @@ from draftsmith.recipes.planning.training_plan import (
     print_training,
     training_assumptions,
 )
-from draftsmith.recipes.reports.report import SCRIPTS
 from draftsmith.train.config import resolve
 from draftsmith.train.hardware.estimates import meta_target
 from draftsmith.train.hardware.ways import CARRIED, Training, cheapest_of, training_plan

@@ -18,7 +18,8 @@ from reports import plan_content, replay_content, write_grid, write_run, write_s
 
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.cli.main import main
-from draftsmith.recipes.reports.report import build_report, playground_page
+from draftsmith.recipes.pages.rendering import playground_page
+from draftsmith.recipes.reports.report import build_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 

@@ -33,6 +33,8 @@ from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.recipes.pages.figures import DOTS_PER_INCH, HEIGHT, WIDTH, legend, save_plot
+from draftsmith.recipes.pages.tables import ratio_text
 from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports import report
@@ -45,9 +47,7 @@ from draftsmith.recipes.reports.comparison_table import (
     ranking_table,
     traffic,
 )
-from draftsmith.recipes.reports.figures import DOTS_PER_INCH, HEIGHT, WIDTH, legend, save_plot
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.tables import ratio_text
 from draftsmith.recipes.reports.terminal import print_evaluations, print_summary
 from draftsmith.recipes.reports.verdict import verdict_of
 from draftsmith.recipes.reports.what_if import profiles_of, speedups

@@ -15,8 +15,9 @@ from reports import write_grid
 
 from draftsmith.inference.planning.roofline import Roofline, roofline_costs
 from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.pages.rendering import playground_page
 from draftsmith.recipes.report_data.reading import read_report_data
-from draftsmith.recipes.reports.report import build_report, playground_page
+from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.what_if import profiles_of, speedups
 
 WIDTHS = (400, 1200)

@@ -12,8 +12,8 @@ from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.results import Interval, Result, Setting
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.models.errors import printable
-from draftsmith.recipes.reports.figures import Plot
-from draftsmith.recipes.reports.markdown import escaped
+from draftsmith.recipes.pages.figures import Plot
+from draftsmith.recipes.pages.markdown import escaped
 
 Tone = Literal["", "good", "bad", "alarm"]
 STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "red", "alarm": "bold white on red"}
