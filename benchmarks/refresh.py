@@ -244,7 +244,7 @@ def main() -> None:
         newest = read_state(arguments.folder / "refreshed").rounds[-1]
         outcomes.append(outcome_of(stats, f"{newest.look.reason if newest.look else ''} -> {newest.outcome}"))
         print(row(number, outcomes[-1]), flush=True)
-        save_plot(arguments.plot, partial(draw, outcomes), (6.4, 5.4))
+        save_plot(arguments.plot, partial(draw, outcomes), 5.4)
     minutes = (time.perf_counter() - start) / 60
     print(f"\n{device_name(target)}, 1 thread, commit {git_commit()}, {minutes:.1f} minutes")
     print(f"{arguments.prompts} prompts and {arguments.steps} steps a round, {KIND}, {NUM_TESTED} fresh prompts tested")

@@ -29,6 +29,7 @@ from draftsmith.models.target.target_files import read_quantisation
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import public_target, target_config
+from draftsmith.recipes.pages.tables import for_terminal
 from draftsmith.recipes.planning.drafter_shapes import drafter_shape
 from draftsmith.recipes.planning.expectations import (
     LONGEST,
@@ -38,7 +39,13 @@ from draftsmith.recipes.planning.expectations import (
     planned_lengths,
     verdicts,
 )
-from draftsmith.recipes.planning.gpu_plan_page import assumption_lines, machine_text, memory_lines, plan_page
+from draftsmith.recipes.planning.gpu_plan_page import (
+    assumption_lines,
+    machine_text,
+    memory_lines,
+    outcomes_table,
+    plan_page,
+)
 from draftsmith.recipes.planning.plan_tables import print_break_even, print_expected
 from draftsmith.recipes.planning.training_plan import print_training, training_plans
 
@@ -183,8 +190,8 @@ def print_gpu_plan(plan: GpuPlan, console: Console) -> None:
     for drafter in plan.drafters:
         print_break_even(drafter, plan.context, console)
         print_expected(drafter, console)
-    console.print(f"\ndecoding, {plan.context} tokens of context", style="bold")
-    console.print(outcomes_table(plan))
+    console.print(f"\ndecoding by the first acceptance of each, {plan.context} tokens of context", style="bold")
+    console.print(for_terminal(outcomes_table(plan)))
     for drafter in plan.drafters:
         for line in drafter.verdicts:
             console.print(line)
@@ -198,15 +205,4 @@ def steps_table(steps: list[StepTimes]) -> Table:
         fits = [(ms, int(batch) <= row.rows_that_fit) for batch, ms in row.milliseconds.items()]
         times = [f"{ms:.2f}" if fit else f"({ms:.2f})" for ms, fit in fits]
         table.add_row(str(row.context), *times, str(row.bound_from or "never"), str(row.rows_that_fit))
-    return table
-
-
-def outcomes_table(plan: GpuPlan) -> Table:
-    heads = ("batch", "drafter", "accepting as", "K", "tokens/s", f"reply of {plan.reply_tokens}, s")
-    table = Table(*heads, *(["$ a million"] if plan.price else []), box=None)
-    for row in plan.outcomes:
-        cells = [str(row.batch_size), row.drafter, row.accepting, str(row.draft_length), f"{row.tokens_a_second:.0f}"]
-        cells.append(f"{row.reply_seconds:.2f}")
-        cells += [f"{row.dollars_per_million:.3f}"] if row.dollars_per_million is not None else []
-        table.add_row(*cells)
     return table

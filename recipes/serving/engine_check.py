@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
@@ -16,6 +15,7 @@ from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.pages.tables import Row, for_terminal, table_of
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, engine_speed
 from draftsmith.recipes.serving.vllm_run import EngineRun, SpeculativeConfig, run_address, run_environment
 from draftsmith.train.engine.vllm_counters import Counters
@@ -119,22 +119,23 @@ def add_speed(
 
 def print_reports(reports: list[EngineReport], console: Console) -> None:
     """Print one line for each drafter: the engine's counters, ours, and what became of the texts."""
-    table = Table("drafter", "K", "drafts", "accepted", "acceptance length", "difference", "texts", box=None)
-    for report in reports:
-        ours, theirs, texts = report.ours, report.engine.counters, report.texts
-        ties = f", {texts.near_tie_divergences} near-ties" if texts.near_tie_divergences else ""
-        table.add_row(
-            report.kind,
-            str(report.draft_length),
-            f"{theirs.num_drafts} / {ours.num_drafts}",
-            f"{theirs.num_accepted_tokens} / {ours.num_accepted_tokens}",
-            f"{theirs.mean_acceptance_length:.3f} / {ours.mean_acceptance_length:.3f}",
-            f"{report.relative_difference:.2%}",
-            f"{texts.identical}/{texts.checked} identical{ties}",
-        )
     if reports:
         console.print(f"{reports[0].engine.version} / draftsmith, {reports[0].num_prompts} prompts, temperature 0")
-        console.print(table)
+        console.print(for_terminal(table_of("", map(report_row, reports), words=("drafter", "texts"))))
     for report in reports:
         if report.speed:
             console.print(f"{report.kind}, {report.speed.text()}")
+
+
+def report_row(report: EngineReport) -> Row:
+    ours, theirs, texts = report.ours, report.engine.counters, report.texts
+    ties = f", {texts.near_tie_divergences} near-ties" if texts.near_tie_divergences else ""
+    return {
+        "drafter": report.kind,
+        "K": str(report.draft_length),
+        "drafts": f"{theirs.num_drafts} / {ours.num_drafts}",
+        "accepted": f"{theirs.num_accepted_tokens} / {ours.num_accepted_tokens}",
+        "acceptance length": f"{theirs.mean_acceptance_length:.3f} / {ours.mean_acceptance_length:.3f}",
+        "difference": f"{report.relative_difference:.2%}",
+        "texts": f"{texts.identical}/{texts.checked} identical{ties}",
+    }

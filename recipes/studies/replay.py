@@ -7,9 +7,7 @@ No time is measured: one plain decoding of the prompts a temperature and one pas
 import itertools
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from draftsmith.inference.decoding.clock import cpu_threads
@@ -35,6 +33,7 @@ from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.typed_json import flat, optional, to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
 from draftsmith.recipes.evaluation.inputs import load_target, parse_tree, read_prompt_sets
+from draftsmith.recipes.pages.tables import for_terminal, table_of
 from draftsmith.recipes.report_data.measured import checkpoint_names
 from draftsmith.recipes.reports.report import build_report
 
@@ -171,13 +170,10 @@ def print_results(results: list[ReplayResult], console: Console) -> None:
     for setting, block in itertools.groupby(results, lambda row: (row.prompt_set, row.temperature, row.top_p)):
         lines: dict[tuple[str, str], dict[str, str]] = {}
         for row in block:
+            name, mode = short_names[row.drafter], row.verification_mode
+            line = lines.setdefault((name, mode), {"drafter": name, "mode": mode})
             column = str(row.draft_length) if row.tree_nodes is None else f"tree of {row.tree_nodes}"
-            line = lines.setdefault((short_names[row.drafter], row.verification_mode), {})
             line[column] = f"{row.acceptance.mean_acceptance_length:.2f}"
-        columns = list(dict.fromkeys(column for line in lines.values() for column in line))
-        table = Table("drafter", "mode", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
-        for names, line in lines.items():
-            table.add_row(*names, *(line.get(column, "–") for column in columns))
         prompt_set, temperature, top_p = setting
         title = f"acceptance length by draft length: {prompt_set}, temperature {temperature:g}, top-p {top_p:g}"
-        console.print(Text(title, style="bold"), table)
+        console.print(Text(title, style="bold"), for_terminal(table_of("", lines.values(), words=("drafter", "mode"))))
