@@ -125,7 +125,7 @@ def bytes_read(target: Target, texts: list[list[int]], num_columns: int) -> floa
     if not experts:
         return weight_bytes(target)
     chosen: list[Tensor] = []
-    hooks = [module.register_forward_pre_hook(lambda _, given: chosen.append(given[1])) for module in experts]
+    hooks = [module.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1])) for module in experts]
     newest = torch.tensor([text[-64:] for text in texts], device=target.device)
     target.features(Batch(newest, torch.ones_like(newest, dtype=torch.bool)))
     for hook in hooks:

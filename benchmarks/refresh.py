@@ -203,9 +203,9 @@ def draw(outcomes: list[Outcome], figure: Figure) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
     numbers = list(range(1, len(outcomes) + 1))
     for arm, colour in zip(("refreshed", "left", "naive"), COLOURS, strict=False):
-        above.plot(numbers, [one.lengths[arm] for one in outcomes], "o-", color=colour, label=arm)
+        above.plot(numbers, [outcome.lengths[arm] for outcome in outcomes], "o-", color=colour, label=arm)
     for arm, colour in zip(("left", "naive"), COLOURS[1:], strict=False):
-        gains: Any = [one.gains[arm] for one in outcomes]
+        gains: Any = [outcome.gains[arm] for outcome in outcomes]
         below.plot(numbers, [gain for gain, _, _ in gains], "o-", color=colour, label=f"over {arm}")
         below.fill_between(
             numbers, [low for _, low, _ in gains], [high for *_, high in gains], color=colour, alpha=0.15

@@ -205,10 +205,10 @@ def error(figure: Published) -> float:
 
 
 GROUPS: dict[str, Callable[[Published], bool]] = {
-    "Speed of engines, plain decoding": lambda one: one.engine == ENGINE and not one.drafter and one.gpu_named,
-    "Speedup in engines": lambda one: one.engine == ENGINE and bool(one.drafter) and one.gpu_named,
-    "Engines on a GPU that is not named, taken for an H100": lambda one: not one.gpu_named,
-    "Code of research, mostly eager": lambda one: one.engine == EAGER,
+    "Speed of engines, plain decoding": lambda entry: entry.engine == ENGINE and not entry.drafter and entry.gpu_named,
+    "Speedup in engines": lambda entry: entry.engine == ENGINE and bool(entry.drafter) and entry.gpu_named,
+    "Engines on a GPU that is not named, taken for an H100": lambda entry: not entry.gpu_named,
+    "Code of research, mostly eager": lambda entry: entry.engine == EAGER,
 }
 
 
@@ -239,7 +239,7 @@ def summary() -> str:
     """Return the errors of each group of figures in Markdown."""
     lines = ["| figures | number | median size of the error | largest | within 20 % |", "|---|---:|---:|---:|---:|"]
     for name, chosen in GROUPS.items():
-        errors = [error(one) for one in PUBLISHED if chosen(one)]
+        errors = [error(figure) for figure in PUBLISHED if chosen(figure)]
         sizes = [abs(each) for each in errors]
         near = sum(size <= 0.2 for size in sizes)
         largest = max(errors, key=abs)
@@ -250,7 +250,7 @@ def summary() -> str:
 def page() -> str:
     parts = [summary()]
     for name, chosen in GROUPS.items():
-        parts += [f"### {name}", table([one for one in PUBLISHED if chosen(one)])]
+        parts += [f"### {name}", table([figure for figure in PUBLISHED if chosen(figure)])]
     return "\n\n".join(parts) + "\n"
 
 

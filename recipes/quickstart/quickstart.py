@@ -119,9 +119,11 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
 
 def fastest_served(fastest: list[Evaluation]) -> Evaluation | None:
     """Return the first that vLLM serves, n-grams only where they pay: what costs no training has to bring something."""
-    served = [evaluation for evaluation in fastest if is_served(evaluation.drafter_kind, "vllm")]
-    bringing = (one for one in served if one.drafter_kind not in TRAINING_FREE or one.results[0].pays)
-    return next(bringing, None)
+    for evaluation in fastest:
+        kind = evaluation.drafter_kind
+        if is_served(kind, "vllm") and (kind not in TRAINING_FREE or evaluation.results[0].pays):
+            return evaluation
+    return None
 
 
 def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) -> TrainConfig:

@@ -32,7 +32,7 @@ class Series:
 def watch_page(servers: Sequence[Series], interval: float) -> str:
     """Return one page that needs no other file and no network, and loads itself anew after each interval."""
     fallen = [series.url for series in servers if series.alerts]
-    drafted = any(one.counters.num_drafts for series in servers for one in series.readings)
+    drafted = any(reading.counters.num_drafts for series in servers for reading in series.readings)
     title = f"Acceptance has fallen at {', '.join(fallen)}" if fallen else "No fall of acceptance was found"
     plots = [
         Plot("acceptance", "Tokens that a draft brings; dotted: as measured at export.", draw_acceptance(servers)),
