@@ -16,12 +16,11 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
+from training import write_samples
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.progress import size_text
 from draftsmith.inference.measuring.environment import git_commit
-from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import quickstart_eagle3
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig
@@ -47,9 +46,7 @@ def write_target_and_samples(folder: Path, width: int) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
-    (folder / "prompts.txt").write_text("".join(f"def strike_{i}(iron, times={i}):\n" for i in range(32)))
-    target = Target.from_pretrained(folder / "target", "cpu")
-    prepare(target, str(folder / "prompts.txt"), folder / "samples", PrepareSettings(max_new_tokens=48))
+    write_samples(folder, folder / "target", num_prompts=32)
 
 
 def config_of(folder: Path) -> TrainConfig:

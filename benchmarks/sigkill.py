@@ -22,10 +22,9 @@ import yaml
 
 sys.path.append(str(Path(__file__).parent))
 from ranks import exit_codes, fork, fork_ranks
+from training import write_samples
 
-from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference.measuring.environment import git_commit
-from draftsmith.models import Target
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train.run_folder.checkpoint import WEIGHTS, checkpoints, damage, resumable
 from draftsmith.train.run_folder.tracking import read_metrics
@@ -34,12 +33,6 @@ CHECKPOINT_EVERY = 5
 STEPS_A_KILL, MOST_STEPS = 4, 8  # on average with those done twice, and at most
 STARTING_SHARE = 0.25  # of the kills
 LAUNCHER_SECONDS = 5.0  # after a process has died until the others are killed
-
-
-def write_samples(folder: Path, target: str) -> None:
-    (folder / "prompts.txt").write_text("".join(f"def strike_{i}(iron, times={i}):\n" for i in range(32)))
-    settings = PrepareSettings(max_new_tokens=16)
-    prepare(Target.from_pretrained(target, "cpu"), str(folder / "prompts.txt"), folder / "samples", settings)
 
 
 def command(args: argparse.Namespace, run: Path) -> list[str]:
@@ -122,7 +115,7 @@ def main() -> None:
         try:
             if args.samples is None:
                 args.samples = folder / "samples"
-                assert exit_codes([fork(lambda: write_samples(folder, args.target), log)]) == [0]
+                assert exit_codes([fork(lambda: write_samples(folder, args.target, 32, 16), log)]) == [0]
             start, per_step = run_whole(args, whole, log)
             for number in range(args.kills):
                 pids = fork_ranks(command(args, killed), 2, log)

@@ -32,10 +32,13 @@ WARM_UP = 2  # steps
 PARTS = ("data", "target", "drafter", "communication", "optimizer")
 
 
-def write_samples(folder: Path) -> None:
-    (folder / "prompts.txt").write_text("".join(f"def strike_{i}(iron, times={i}):\n" for i in range(128)))
-    target = Target.from_pretrained(EMBEDDED_TARGET)
-    prepare(target, str(folder / "prompts.txt"), folder / "samples", PrepareSettings(max_new_tokens=48))
+def write_samples(
+    folder: Path, target: str | Path = EMBEDDED_TARGET, num_prompts: int = 128, max_new_tokens: int = 48
+) -> None:
+    """Let a target answer small prompts; the samples are in the folder of that name."""
+    (folder / "prompts.txt").write_text("".join(f"def strike_{i}(iron, times={i}):\n" for i in range(num_prompts)))
+    settings = PrepareSettings(max_new_tokens=max_new_tokens)
+    prepare(Target.from_pretrained(target), str(folder / "prompts.txt"), folder / "samples", settings)
 
 
 def run(args: argparse.Namespace, folder: Path, length: int, unroll: int, rows: int) -> None:
