@@ -18,7 +18,14 @@ from draftsmith.inference.measuring.baselines import Baseline
 from draftsmith.inference.measuring.calibration import calibration_bins, calibration_error
 from draftsmith.inference.measuring.interleaving import DecodeBatch, decode_in_turns
 from draftsmith.inference.measuring.lossless import compare_outputs
-from draftsmith.inference.measuring.results import BaselineResult, DomainResult, LosslessCheck, Result, Setting
+from draftsmith.inference.measuring.results import (
+    BaselineResult,
+    DomainResult,
+    LosslessCheck,
+    RequestCounts,
+    Result,
+    Setting,
+)
 from draftsmith.inference.measuring.spans import Markers, stats_by_label
 from draftsmith.inference.measuring.speed import (
     Outputs,
@@ -197,7 +204,7 @@ def add_training_predictions(
     Drafters that wrote the same texts share the passes over them.
     """
     assert isinstance(settings.draft, int)
-    answers = {name: [ids for batch in outputs[name] for ids in batch[0].token_ids] for name in drafters}
+    answers = {name: answers_of(outputs[name]) for name in drafters}
     while answers:
         written = next(iter(answers.values()))
         alike = {name: drafters[name] for name, texts in answers.items() if texts == written}
@@ -243,7 +250,16 @@ def result_of(
         lossless=lossless_check(target, resolved, prompts, outputs, plain),
         domains=domain_results(prompts, stats, outputs, plain) if any(prompts.domains) else None,
         spans=span_results(target, prompts, outputs, total.draft_length),
+        requests=[
+            RequestCounts(len(prompt), len(answer), own.num_rounds)
+            for prompt, answer, own in zip(prompts.token_ids, answers_of(outputs), stats, strict=True)
+        ],
     )
+
+
+def answers_of(outputs: Outputs) -> list[list[int]]:
+    """Return the tokens that count of each prompt's answer."""
+    return [ids for batch in outputs for ids in batch[0].token_ids]
 
 
 def setting_of(settings: MeasureSettings, resolved: GenerationSettings, prompts: PromptSet) -> Setting:
@@ -316,7 +332,7 @@ def lossless_check(
     """Compare outputs where the law of the mode demands that they are equal: greedy, and one-hot on the same noise."""
     if resolved.verification_mode not in ("greedy", "one_hot"):  # at best the same distribution, not the same tokens
         return LosslessCheck()
-    expected, actual = ([ids for batch in side for ids in batch[0].token_ids] for side in (plain, outputs))
+    expected, actual = map(answers_of, (plain, outputs))
     return compare_outputs(target, prompts.token_ids, expected, actual, resolved)
 
 

@@ -233,6 +233,15 @@ class Finding:
     cost: float | None  # tokens a round that it costs; None where that is unknown
 
 
+@dataclass(frozen=True)
+class RequestCounts:
+    """What one request took."""
+
+    prompt_tokens: Natural
+    num_tokens: Natural  # of its answer, the first one included
+    num_rounds: Natural  # after reading the prompt
+
+
 # --- a row and its file
 
 
@@ -254,6 +263,9 @@ class Result:
     calibration_error: list[float | None] | None = optional()
     timed_prompts: int | None = optional()  # where several processes may have counted: the prompts that were timed
     diagnosis: list[Finding] | None = optional()  # None: acceptance is not low
+    requests: list[RequestCounts] | None = optional()  # those that were timed, in the order of their batches
+    predicted_speedup: Positive | None = optional()  # by the costs of rounds; None where they are not known
+    predicted_speedup_ci95: Interval = optional(beside="predicted_speedup")
 
     def __post_init__(self) -> None:
         """Refuse figures that cannot be of one measurement, for what is made of them would fail or mislead."""

@@ -20,21 +20,23 @@ def costs_beside(
     seconds: float,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Costs | None:
-    """Measure costs up to the batch size and draft length of measured rows, in about `seconds` at most.
+    """Measure costs up to the batch size, draft length and tree of measured rows, in about `seconds` at most.
 
     Returns None where that is too little for the least number of rounds, each as slow as in the slowest of the rows,
-    where no chain was drafted, and where the target's context is too short.
+    where nothing was drafted, and where the target's context is too short.
     """
-    chains = [row for row in rows if row.acceptance.num_drafts and row.setting.tree_nodes is None]
-    if not chains:
+    drafted = [row for row in rows if row.acceptance.num_drafts]
+    if not drafted:
         return None
-    longest = max(row.setting.draft_length for row in chains)
-    context = min(typical_context(prompts, chains[0].setting.max_new_tokens), target.context - MOST_ROUNDS - longest)
+    longest = max(row.setting.draft_length for row in drafted)
+    nodes = max(row.setting.tree_nodes or 0 for row in drafted)
+    room = target.context - MOST_ROUNDS - longest - nodes
+    context = min(typical_context(prompts, drafted[0].setting.max_new_tokens), room)
     if context < 1:
         return None
-    batch = max(row.setting.batch_size for row in chains)
-    reach = CostRange(batch, context, longest, seconds=min(MOST_SECONDS, seconds))
-    round_seconds = max(row.speed.milliseconds_per_round.total for row in chains) / 1000
+    batch = max(row.setting.batch_size for row in drafted)
+    reach = CostRange(batch, context, longest, nodes, min(MOST_SECONDS, seconds))
+    round_seconds = max(row.speed.milliseconds_per_round.total for row in drafted) / 1000
     if sum(map(len, reach.settings(drafter))) * LEAST_VISITS * VISIT * round_seconds > seconds:
         return None
     return measure_costs(target, drafter, reach, name, on_progress)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.planning.costs import Costs
 
 NUM_BATCHES = 64  # batches that are drawn from the requests
@@ -54,8 +55,14 @@ class DecodedRequest:
         return RequestProfile(self.prompt_length, num_tokens, round((num_tokens + surplus) / mean))
 
 
-def batch_milliseconds(costs: Costs, draft_length: int, profiles: Sequence[RequestProfile], drops_rows: bool) -> float:
-    """Return the time of all rounds of a fixed batch.
+def batch_milliseconds(
+    costs: Costs,
+    draft: int | Schedule,
+    profiles: Sequence[RequestProfile],
+    drops_rows: bool,
+    nodes: int | None = None,
+) -> float:
+    """Return the time of all rounds of a fixed batch, with chains of a length or by schedule, or trees of `nodes`.
 
     `drops_rows`: the rows right of the last running one are not computed, as on a CPU.
     """
@@ -64,7 +71,8 @@ def batch_milliseconds(costs: Costs, draft_length: int, profiles: Sequence[Reque
         running = [row for row, profile in enumerate(profiles) if profile.num_rounds > number]
         context = max(profiles[row].context(number) for row in running)
         width = 1 + running[-1] if drops_rows else len(profiles)
-        total += costs.round(draft_length, width, round(context))
+        length = draft.draft_length(len(running)) if isinstance(draft, Schedule) else draft
+        total += costs.round(length, width, round(context), nodes)
     return total
 
 

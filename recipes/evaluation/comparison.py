@@ -27,6 +27,7 @@ from draftsmith.inference.measuring.results import Evaluation, Result, write_eva
 from draftsmith.inference.measuring.sample_texts import SampleText, sample_texts
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
+from draftsmith.inference.planning.predictions import with_predictions
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import require_writable, whole_folder, write_json, write_whole
@@ -106,6 +107,7 @@ def evaluate_side_by_side(
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
+    evaluations = [with_predictions(evaluation, costs.get(evaluation.drafter)) for evaluation in evaluations]
     evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
     write_evaluations(evaluations, costs, texts, out)
     return evaluations

@@ -17,6 +17,7 @@ from draftsmith.data.console import shell_path
 from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.inference.planning.predictions import context_of, predicted_speedup
 from draftsmith.inference.planning.roofline import RoundCosts
 from draftsmith.models.errors import printable
 from draftsmith.recipes.pages.figures import INK, LineStyle, Plot, label, legend, line_styles
@@ -118,7 +119,7 @@ def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
         known = max([length, *(times.draft_length for times in fitted.fitted_on)])
         known_batch = max([known_batch, *(times.batch for times in fitted.fitted_on)])
         sizes |= {times.batch for times in fitted.fitted_on} | powers_of_two(REACH * known_batch)
-        context = context_of(fitted, longest)
+        context = context_of(longest, fitted)
         fitted = costs_in_rounds_of(fitted, longest)
         costs = [fitted_costs(fitted, size, context, REACH * known) for size in sorted(sizes)]
         basis = fitted_text(fitted, context)
@@ -177,12 +178,6 @@ def fitted_costs(fitted: Costs, batch_size: int, context: int, longest: int) -> 
 def costs_in_rounds_of(fitted: Costs, row: Result) -> Costs:
     """Return the costs of a drafter that drafts in the same share of its rounds."""
     return fitted.drafting_in(row.acceptance.num_drafts / row.acceptance.num_rounds)
-
-
-def context_of(fitted: Costs, row: Result) -> int:
-    """Return as many tokens as the result's answers may have, within the contexts that costs were measured at."""
-    contexts = [times.context for times in fitted.fitted_on] or [row.setting.max_new_tokens]
-    return min(max(row.setting.max_new_tokens, min(contexts)), max(contexts))
 
 
 def fitted_text(fitted: Costs, context: int) -> str:
@@ -299,14 +294,13 @@ def unmeasured_costs_text(data: ReportData) -> str:
 
 
 def predictions_of(data: ReportData) -> list[Prediction]:
-    """Return the prediction for each measured result with chains whose drafter has a costs.json."""
+    """Return the prediction for each measured result whose drafter has a costs.json that tells of such drafts."""
     predictions = []
     for drafter in data.drafters:
         if fitted := data.costs_for(drafter):
-            for row in chains(data, drafter):
-                place = row.setting.draft_length, row.setting.batch_size, context_of(fitted, row)
-                speedup = costs_in_rounds_of(fitted, row).speedup(row.tokens_a_round, *place)
-                predictions.append(Prediction(drafter.name, row, speedup))
+            for row in drafter.sound_results(data.setting):
+                if (speedup := row.predicted_speedup or predicted_speedup(row, fitted)) is not None:
+                    predictions.append(Prediction(drafter.name, row, speedup))
     return predictions
 
 

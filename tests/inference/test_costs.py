@@ -12,7 +12,8 @@ from reports import typed_result
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
-from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.measuring.results import Phases
 from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.inference.planning.cost_measurement import (
@@ -21,9 +22,18 @@ from draftsmith.inference.planning.cost_measurement import (
     measure_costs,
     start_generations,
 )
-from draftsmith.inference.planning.costs import Costs, RoundTimes, fit_costs, fit_terms, speedup_errors
+from draftsmith.inference.planning.costs import (
+    Costs,
+    HeldOutErrors,
+    HeldOutRound,
+    RoundTimes,
+    fit_costs,
+    fit_terms,
+    speedup_errors,
+)
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
+from draftsmith.inference.planning.predictions import with_prediction
 from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
@@ -221,6 +231,43 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
                 assert profiles[0].num_rounds > max(profile.num_rounds for profile in profiles[1:])
             found = (output.timing.total - output.timing.to_first_token) * 1000
             assert batch_milliseconds(costs, length, profiles, drops_rows=True) == pytest.approx(found, rel=1e-6)
+
+    texts = ["iron", "The smith", "def", "strikes the iron", "heats"]
+    prompts = PromptSet("p", [tiny_target.encode(text) for text in texts])
+    for batch, drafts in ((1, 2), (2, 3), (3, Schedule(((1, 2), (2, 1))))):
+        longest = drafts if isinstance(drafts, int) else drafts.longest
+        settings = MeasureSettings(batch_size=batch, draft=drafts, max_new_tokens=30, repeats=1, synthetic_rates=rates)
+        settings = replace(settings, verification_mode="synthetic", synthetic_rates=(0.7,) * longest)
+        row = measure(tiny_target, {"d": drafter}, prompts, settings)["d"]
+        assert with_prediction(row, costs).predicted_speedup == pytest.approx(row.speed.speedup, rel=1e-6)
+        # reading the prompts is a part of it: rounds alone gain more
+        assert row.speed.decode_speedup is not None
+        assert row.speed.decode_speedup > 1.005 * row.speed.speedup > 1
+
+
+def test_what_costs_cannot_tell_is_not_predicted() -> None:
+    """Trees where no tree was timed, and rows without a draft; a file of before is predicted from its mean round."""
+    row = typed_result(0.5, 1.0)
+    costs = Costs("", "", "", "", {"step: pass": 1.0}, {"pass": 10.0}, 1.0, drops_columns=True)
+    speedup = 11 * row.tokens_a_round / (10 + 4 + 1)
+    assert with_prediction(row, costs).predicted_speedup == pytest.approx(speedup)
+    tree = replace(row, setting=replace(row.setting, tree_nodes=8))
+    for other in (tree, replace(row, acceptance=Stats(4))):
+        assert with_prediction(other, costs) == other
+    assert with_prediction(tree, replace(costs, fitted_on=[RoundTimes(4, 1, 64, 8, True, 1, 10, 12)])) != tree
+
+
+def test_a_prediction_is_as_certain_as_those_that_could_be_checked() -> None:
+    """Predictions that were off by a factor of 1.1, up and down, differ by that much in the mean square."""
+    left_out = [HeldOutRound(4, 1, 64, 4, False, 1, 10, 12, 10, error) for error in (0.1, 1 / 1.1 - 1) * 50]
+    costs = Costs("", "", "", "", {"step: pass": 1.0}, {"pass": 10.0}, 1.0, HeldOutErrors(100, rows=left_out))
+    row = with_prediction(typed_result(0.5, 1.0), costs)
+    assert row.predicted_speedup is not None
+    assert row.predicted_speedup_ci95 is not None
+    low, high = row.predicted_speedup_ci95
+    assert (high / row.predicted_speedup, row.predicted_speedup / low) == pytest.approx((1.1**1.984,) * 2, rel=1e-3)
+    few = replace(costs, held_out=HeldOutErrors(1, rows=left_out[:1]))
+    assert with_prediction(row, few).predicted_speedup_ci95 is None
 
 
 def test_tree_costs_count_their_nodes() -> None:

@@ -28,6 +28,7 @@ from draftsmith.inference.measuring.results import (
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
+from draftsmith.inference.planning.predictions import with_predictions
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import write_json, write_whole
@@ -290,7 +291,8 @@ class Evaluator:
     def _measure_costs(self, training_seconds: float) -> None:
         """Write the run's costs.json, of its best checkpoint, where the time that is left for evaluations is enough.
 
-        A signal that comes meanwhile ends it: the run is over anyway.
+        All its checkpoints draft with one architecture: what the costs predict is added to their evaluations. A signal
+        that comes meanwhile ends it: the run is over anyway.
         """
         config, path, best = self.config.evaluation, self.run / "costs.json", best_checkpoint(self.run)
         if path.is_file():
@@ -305,6 +307,9 @@ class Evaluator:
                     target, drafter, str(best), rows, self.prompts, seconds, lambda share: self._raise_if_stopped(best)
                 )
             if costs:
+                for checkpoint in measured_checkpoints(self.run):
+                    evaluated = checkpoint / "evaluation.json"
+                    write_evaluation(evaluated, with_predictions(read_evaluation(evaluated), costs))
                 write_json(path, to_json(costs))
         except Stopped:
             pass
