@@ -235,7 +235,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """What one request took."""
+    """The tokens and rounds of one request."""
 
     prompt_tokens: Natural
     num_tokens: Natural  # of its answer, the first one included

@@ -23,6 +23,7 @@ from draftsmith.inference.decoding.counters import DraftLength
 from draftsmith.models.ranges import Natural, NonNegative, Share
 
 SLOW_STARTS = (2, 4, 8, 16)  # tokens of a pass up to which each may cost more
+SLOW_WIDTHS = (2, 3)  # tokens of a row whose attention may cost more: a CPU's products take 4 at a time
 KINKS = (4, 8, 16, 32, 64, 128, 256)  # tokens of a pass from which on each may cost more
 GOAL = 0.05  # error of a predicted speedup that is as good as measuring
 
@@ -95,6 +96,7 @@ class Costs:
     held_out: HeldOutErrors = HeldOutErrors()
     fitted_on: list[RoundTimes] = field(default_factory=list)
     drops_columns: bool = False  # where no request has a draft, a CPU verifies a plain step; a GPU the usual shape
+    plain_host: NonNegative | None = None  # of a plain step, beside the pass; None in older files: that of a round
     drafted: Share = 1.0  # share of a request's rounds that have a draft, which looked-up ones may not
 
     def drafting_in(self, share: float) -> "Costs":
@@ -103,7 +105,7 @@ class Costs:
 
     def plain(self, batch: int, context: int) -> float:
         """Return the time of one plain step of the whole batch, each request having `context` tokens."""
-        return self.verify(0, batch, context) + self.host
+        return self.verify(0, batch, context) + (self.host if self.plain_host is None else self.plain_host)
 
     def draft(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
         """Return the time of drafting for all requests: chains, or trees of `nodes` nodes and depth `draft_length`."""
@@ -149,6 +151,8 @@ def pass_terms(nodes: int, batch: int, context: int, tree: bool) -> Terms:
     """Return how often a pass of the target pays each term."""
     tokens = batch * (nodes + 1)
     attention = {"row x context": batch * context, "token x context": tokens * context}
+    for width in SLOW_WIDTHS:
+        attention[f"row x context, {width} tokens"] = float(nodes + 1 == width) * batch * context
     drafts = {"drafts": float(nodes > 0), "draft token": batch * nodes}
     return {**tokens_of_pass(tokens), **attention, **drafts, "tree": float(tree), "tree token": float(tree) * tokens}
 
@@ -172,9 +176,7 @@ def total_cost(costs: Terms, terms: Terms) -> float:
 
 def fit_costs(times: list[RoundTimes]) -> Costs:
     """Return the costs that explain measured rounds, plain steps among them; who was measured is left empty."""
-    rounds = [row for row in times if row.draft_length]
-    host = statistics.median(max(0.0, row.round_ms - row.draft_ms - row.verify_ms) for row in rounds)
-    passes = [row.verify_ms if row.draft_length else max(0.0, row.round_ms - host) for row in times]
+    rounds, steps = [row for row in times if row.draft_length], [row for row in times if not row.draft_length]
     return Costs(
         device="",
         target="",
@@ -184,8 +186,11 @@ def fit_costs(times: list[RoundTimes]) -> Costs:
             [draft_terms(row.draft_length, row.batch, row.context, row.tree_nodes) for row in rounds],
             [row.draft_ms for row in rounds],
         ),
-        verify_ms=fit_terms([pass_terms(row.nodes, row.batch, row.context, row.tree) for row in times], passes),
-        host=host,
+        verify_ms=fit_terms(
+            [pass_terms(row.nodes, row.batch, row.context, row.tree) for row in times], [row.verify_ms for row in times]
+        ),
+        host=statistics.median(max(0.0, row.round_ms - row.draft_ms - row.verify_ms) for row in rounds),
+        plain_host=statistics.median(max(0.0, row.round_ms - row.verify_ms) for row in steps),
         fitted_on=times,
     )
 

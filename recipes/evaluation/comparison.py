@@ -107,7 +107,6 @@ def evaluate_side_by_side(
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
-    evaluations = [with_predictions(evaluation, costs.get(evaluation.drafter)) for evaluation in evaluations]
     evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
     write_evaluations(evaluations, costs, texts, out)
     return evaluations
@@ -136,9 +135,10 @@ def write_evaluations(
 ) -> None:
     """Write the files of each drafter, costs.json where they were measured, evaluation.md and samples.json of all.
 
-    They are written all or none. Costs and texts of an earlier evaluation in the folder go, so that they never stand
-    beside results which they are not of.
+    Rows say what the costs predict, where there are some. The files are written all or none. Costs and texts of an
+    earlier evaluation in the folder go, so that they never stand beside results which they are not of.
     """
+    evaluations = [with_predictions(evaluation, costs.get(evaluation.drafter)) for evaluation in evaluations]
     with whole_folder(out) as folder:
         paths = evaluation_paths(folder, [evaluation.drafter for evaluation in evaluations])
         for path, evaluation in zip(paths, evaluations, strict=True):

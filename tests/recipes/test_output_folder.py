@@ -26,7 +26,7 @@ from draftsmith.data.processes import locked
 from draftsmith.data.samples.folder import INDEX, read_samples
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.certify import CertifySettings
-from draftsmith.inference.measuring.results import Evaluation, upgraded
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation, upgraded
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter
@@ -209,8 +209,12 @@ def test_costs_and_texts_of_an_earlier_evaluation_go(tmp_path: Path) -> None:
     write_evaluations(evaluations, costs, [], tmp_path)
     whole = ["1-a/costs.json", "1-a/evaluation.json", "2-b/costs.json", "2-b/evaluation.json", "samples.json"]
     assert written() == whole
+    predicted = [read_evaluation(tmp_path / name / "evaluation.json").results[0] for name in ("1-a", "2-b")]
+    for row in predicted:
+        assert row.predicted_speedup == pytest.approx(10 * row.tokens_a_round / 14)
     write_evaluations(evaluations, {"b": costs["b"]}, None, tmp_path)
     assert written() == whole[1:-1]
+    assert read_evaluation(tmp_path / "1-a/evaluation.json").results[0].predicted_speedup is None
 
 
 MEASUREMENTS = {

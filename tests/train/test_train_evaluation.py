@@ -10,9 +10,10 @@ from reports import typed_result
 from runs import base_of, make_config, write_held_out
 
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
-from draftsmith.inference.measuring.results import DomainResult, EvaluationCost, Result
+from draftsmith.inference.measuring.results import DomainResult, EvaluationCost, Result, read_evaluation
 from draftsmith.inference.planning import costs_after_evaluation as costs_beside
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.predictions import predicted_speedup
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.train import train
@@ -146,6 +147,10 @@ def test_training_stops_when_nothing_is_gained(
         assert [line["step"] for line in lines if "stopped_early" in line] == [3]
         costs = from_json(Costs, json.loads((run / "costs.json").read_text()))
         assert costs.drafter == str(best_checkpoint(run))
+        for checkpoint in checkpoints(run):
+            for row in read_evaluation(checkpoint / "evaluation.json").results:
+                assert row.predicted_speedup is not None
+                assert row.predicted_speedup == predicted_speedup(row, costs)
         assert max(row.draft_length for row in costs.fitted_on) == config.evaluation.draft_length
 
 
