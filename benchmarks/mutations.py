@@ -39,8 +39,8 @@ LOSS_KERNELS = "models/losses/divergence_kernels.py"
 UNROLLED = "models/drafter_parts/eagle_layer.py"
 ATTENTION = "models/drafter_parts/unrolled_attention.py"
 LAYOUTS = "models/drafter_parts/layouts.py"
-KEY_NAMES = "recipes/serving/engine_key_names.py"
-LAYOUT_CHECK = "recipes/serving/layout_check.py"
+KEY_NAMES = "recipes/engine_rules/engine_key_names.py"
+LAYOUT_CHECK = "recipes/engine_rules/layout_check.py"
 
 VERIFICATION_TESTS = (
     "tests/inference/test_verify.py",

@@ -19,8 +19,8 @@ WINGS = {  # the floors from the ground up, and the wings of each from the groun
     "data": ("samples", "prompts", "answers", "features"),
     "train": ("process", "hardware", "inputs", "run_folder", "engine", "evaluation"),
     "recipes": (
-        *("configs", "report_data", "pages", "reports", "evaluation", "serving", "bench", "planning", "quickstart"),
-        *("studies", "auto", "watching", "refreshing", "cli"),
+        *("configs", "report_data", "pages", "reports", "evaluation", "engine_rules", "serving", "bench", "planning"),
+        *("quickstart", "studies", "auto", "watching", "refreshing", "cli"),
     ),
 }
 FLOORS = tuple(WINGS)

@@ -33,13 +33,13 @@ from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import DividedPrompts, divide
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
+from draftsmith.recipes.engine_rules.loader_rules import is_served
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.engine_key_names import is_served
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name

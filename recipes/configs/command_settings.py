@@ -40,7 +40,9 @@ ENGINE_LACKS = (
     *("baseline", "tree", "schedule", "verification_mode", "synthetic_acceptance", "minutes", "certify"),
     *("num_threads", "device"),
 )
-Engine = Literal["vllm", "sglang", "speculators", "safeailab", "fasterdecoding"]
+Engine = Literal[
+    "vllm", "sglang", "transformers", "llama_cpp", "tensorrt_llm", "speculators", "safeailab", "fasterdecoding"
+]
 Baseline = Literal["generate", "assisted", "prompt_lookup"]
 WeightType = Literal["bf16", "fp8", "int8", "int4", "fp4"]
 Minutes = Annotated[Number, Field(ge=0.001)]
@@ -371,7 +373,7 @@ class ExportSettings(WithChats):
     """
 
     checkpoint: Name = option(INPUT, "such as runs/NAME/best, or a Hub name", metavar="CHECKPOINT", positional=True)
-    engine: Engine = option(INPUT, "vllm, sglang, or another project's layout", metavar="ENGINE")
+    engine: Engine = option(INPUT, "vllm, sglang, llama_cpp, transformers, ...", metavar="ENGINE")
     prompts: Name | None = option(MEASURING, "held-out prompts: measure it on them, for its draft length", None, "P")
     num_prompts: Count | None = option(MEASURING, "take so many of them (all)", None, "N")
     draft_length: tuple[Depth, ...] = option(MEASURING, "tokens drafted a round, to choose from (1 to 5)", (), "K")

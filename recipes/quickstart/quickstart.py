@@ -26,6 +26,7 @@ from draftsmith.models.target.chat_template import has_template
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
+from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import (
@@ -39,7 +40,6 @@ from draftsmith.recipes.quickstart.budget import (
 )
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE, is_served
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove

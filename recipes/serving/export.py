@@ -19,13 +19,15 @@ from draftsmith.data.processes import locked
 from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
-from draftsmith.recipes.serving import vllm_medusa
-from draftsmith.recipes.serving.engine_key_names import DTYPES, LOADER_RULES, TRAINING_FREE, check_name, rules_for
-from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve
-from draftsmith.recipes.serving.project_layouts import in_project_layout
+from draftsmith.recipes.engine_rules.engine_key_names import DTYPES
+from draftsmith.recipes.engine_rules.layout_check import check_files, engines_that_serve
+from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, ONE_LAYOUT, TRAINING_FREE, check_name, rules_for
+from draftsmith.recipes.engine_rules.project_layouts import in_project_layout
+from draftsmith.recipes.serving import assisted_generation, vllm_medusa
 
-ENGINES = ("vllm", "sglang")
+ENGINES = (*ONE_LAYOUT, "transformers", "llama_cpp", "tensorrt_llm")
 WEIGHT_FILES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}  # else model.safetensors
+ASSISTED = Path(assisted_generation.__file__)  # lies beside what transformers serves
 PLUGIN = Path(vllm_medusa.__file__)  # lies beside Medusa heads, for a vLLM that has none of its own
 
 
@@ -88,12 +90,13 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
     served_by: tuple[str, ...] = ()
     if engine in ENGINES:
         check_files(engine, files, target)
-        served_by = engines_that_serve(files, target)
+        shared = ONE_LAYOUT if engine in ONE_LAYOUT else (engine,)
+        served_by = engines_that_serve(files, target, shared)
     elif engine == "speculators":  # vLLM loads that format, too
         check_files("vllm", adapt(trained, "vllm", target), target)
         served_by = ("vllm",)
     vllm = LOADER_RULES.get(("vllm", files.kind))
-    if vllm is not None and (files.kind != "draft_model" or engine != "sglang"):
+    if vllm is not None and ("vllm" in served_by or engine not in ENGINES or files.kind != "draft_model"):
         for option, name in names.items():
             check_name(vllm.method, option, name)
     write_files(files, engine, folder, target)
@@ -111,9 +114,12 @@ def training_free(kind: str, engine: str, target: Target, folder: Path) -> Expor
 
     Raises `UserError` for an engine that has none like it.
     """
-    served_by = TRAINING_FREE[kind]
-    if engine not in served_by:
-        raise UserError(f"--engine {engine} has no drafter like {kind}: give --engine {served_by[0]}")
+    if engine not in TRAINING_FREE[kind]:
+        raise UserError(f"--engine {engine} has no drafter like {kind}: give --engine {TRAINING_FREE[kind][0]}")
+    shared = ONE_LAYOUT if engine in ONE_LAYOUT else (engine,)
+    served_by = tuple(name for name in TRAINING_FREE[kind] if name in shared)
+    if engine == "transformers":
+        (folder / ASSISTED.name).write_text(ASSISTED.read_text())
     return Exported(folder, engine, kind, target.name, None, None, served_by)
 
 
@@ -171,6 +177,8 @@ def write_files(files: Checkpoint, engine: str, out: Path, target: Target) -> No
         save_file(files.tensors, out / "model.safetensors", metadata={"format": "pt"})
     if files.kind == "medusa" and engine == "vllm":
         (out / PLUGIN.name).write_text(PLUGIN.read_text())
+    if engine == "transformers":
+        (out / ASSISTED.name).write_text(ASSISTED.read_text())
     if files.kind == "draft_model":
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(out)

@@ -14,11 +14,11 @@ from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.files import real_path, write_json
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations
 from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH
 from draftsmith.recipes.reports.terminal import print_evaluations
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine, print_reports
-from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_folder, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
 from draftsmith.recipes.serving.serve_commands import (

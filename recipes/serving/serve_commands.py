@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,17 @@ from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
 from draftsmith.models.files import real_path, write_json, write_whole
+from draftsmith.recipes.engine_rules.loader_rules import SGLANG, TRAINING_FREE, VLLM, rules_for
+from draftsmith.recipes.engine_rules.other_engines import LLAMA_CPP, TENSORRT_LLM, TRANSFORMERS
 from draftsmith.recipes.serving import vllm_swap
-from draftsmith.recipes.serving.engine_key_names import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.serving.export import PLUGIN, Exported
+from draftsmith.recipes.serving.other_commands import (
+    llama_cpp_conversions,
+    llama_cpp_words,
+    tensorrt_llm_words,
+    transformers_words,
+    write_tensorrt_llm_options,
+)
 from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
 from draftsmith.recipes.serving.vllm_run import SpeculativeConfig
 from draftsmith.recipes.serving.vllm_swap import DraftSwap
@@ -20,6 +29,7 @@ from draftsmith.recipes.serving.vllm_swap import DraftSwap
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
 SWAP = Path(vllm_swap.__file__)  # lies beside a drafter whose weights a vLLM may swap
 SGLANG_SCHEDULE = "sglang_schedule.json"
+VERSIONS = {"sglang": SGLANG, "transformers": TRANSFORMERS, "llama_cpp": LLAMA_CPP, "tensorrt_llm": TENSORRT_LLM}
 
 
 def speculative_config(kind: str, model: str, draft_length: int) -> SpeculativeConfig:
@@ -57,6 +67,12 @@ def serve_command(
     draft_length = at_most_drafted(exported, draft_length)
     if engine == "sglang":
         return shlex.join(sglang_words(exported, where, draft_length, schedule))
+    if engine == "transformers":
+        return shlex.join(transformers_words(exported, where, draft_length))
+    if engine == "llama_cpp":
+        return shlex.join(llama_cpp_words(exported, where, draft_length))
+    if engine == "tensorrt_llm":
+        return shlex.join(tensorrt_llm_words(exported, where))
     config = speculative_config(exported.kind, str(where), schedule.longest if schedule else draft_length)
     if schedule:
         config = replace(config, num_speculative_tokens_per_batch_size=for_vllm(schedule))
@@ -127,14 +143,18 @@ def write_scripts(
     if schedule is not None and SGLANG_SCHEDULE in commands.get("sglang", ""):
         write_json(exported.directory / SGLANG_SCHEDULE, for_sglang(schedule))
     for engine, command in commands.items():
-        version = SGLANG if engine == "sglang" else VLLM
-        write_script(exported.directory / f"serve_{engine}.sh", version, where, command)
+        version = VERSIONS.get(engine, VLLM)
+        before = llama_cpp_conversions(exported, where) if engine == "llama_cpp" else []
+        write_script(exported.directory / f"serve_{engine}.sh", version, where, command, before)
+    if "tensorrt_llm" in commands:
+        write_tensorrt_llm_options(exported, where, at_most_drafted(exported, draft_length))
     return commands
 
 
-def write_script(script: Path, version: str, where: Path | str, command: str) -> None:
-    """Write a command as a script; with a path in it, for the folder in which the path holds."""
+def write_script(script: Path, version: str, where: Path | str, command: str, before: Sequence[str] = ()) -> None:
+    """Write a command as a script, behind lines `before` it; with a path, for the folder in which the path holds."""
     here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if isinstance(where, Path) else ""
-    lines = ("#!/bin/sh", f"# checked against the loader rules of {version}", f"{here}exec {command}\n")
+    lines = ["#!/bin/sh", f"# checked against the loader rules of {version}", *before, f"exec {command}\n"]
+    lines[2] = here + lines[2]
     write_whole(script, os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
     script.chmod(0o755)

@@ -34,9 +34,9 @@ from draftsmith.recipes.bench.server_tuning import (
 from draftsmith.recipes.bench.started_vllm import VllmStarter
 from draftsmith.recipes.bench.verdict import Difference, verdict
 from draftsmith.recipes.configs.server_settings import TuneServerSettings
+from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, VLLM
 from draftsmith.recipes.evaluation.inputs import load_head
 from draftsmith.recipes.pages.tables import Cell, Table, for_terminal
-from draftsmith.recipes.serving.engine_key_names import TRAINING_FREE, VLLM
 from draftsmith.recipes.serving.export import Exported, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import speculative_config, write_script

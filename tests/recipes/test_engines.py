@@ -38,11 +38,12 @@ from draftsmith.models.training_free.ngram import Ngram, NgramConfig
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.server_settings import WatchSettings
+from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, RANDOM, REFUSED
+from draftsmith.recipes.engine_rules.layout_check import tensor_problems
+from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, print_reports
-from draftsmith.recipes.serving.engine_key_names import DROPPED, LOADER_RULES, RANDOM, REFUSED
 from draftsmith.recipes.serving.export import export_checkpoint
-from draftsmith.recipes.serving.layout_check import tensor_problems
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
 from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, SpeculativeConfig, run_environment

@@ -20,8 +20,8 @@ from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vll
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.drafter_parts.drafts import Draft
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, UNSERVED
 from draftsmith.recipes.serving import export
-from draftsmith.recipes.serving.engine_key_names import LOADER_RULES, UNSERVED
 from draftsmith.recipes.serving.export import export_checkpoint, write_files
 from draftsmith.recipes.serving.serve_commands import write_scripts
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from draftsmith.models import DRAFTERS, Checkpoint, Target, checkpoint_of
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.serving.engine_key_names import check_name, guessed_method
+from draftsmith.recipes.engine_rules.layout_check import check_files, engines_that_serve, sglang_layers, vllm_layers
+from draftsmith.recipes.engine_rules.loader_rules import check_name, guessed_method
 from draftsmith.recipes.serving.export import adapt
-from draftsmith.recipes.serving.layout_check import check_files, engines_that_serve, sglang_layers, vllm_layers
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.recipes.serving.engine_key_names import EAGLE3_OFF, LOADER_RULES, SGLANG, SHIFTED_ONLY_FROM_1
+from draftsmith.recipes.engine_rules.engine_key_names import EAGLE3_OFF
+from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, SGLANG, SHIFTED_ONLY_FROM_1
 
 pytestmark = pytest.mark.engine
 MODELS = "sglang/srt/models/"

@@ -6,7 +6,7 @@ from draftsmith.models import Checkpoint, Target
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import JsonObject
-from draftsmith.recipes.serving.layout_check import default_layers
+from draftsmith.recipes.engine_rules.layout_check import default_layers
 
 # fmt: off
 SPECULATORS_LAYER_KEYS = (

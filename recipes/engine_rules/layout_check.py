@@ -4,7 +4,7 @@ It looks both ways: for what the engine needs and is not there, and for what is 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 
 import torch
@@ -14,15 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.reading import JsonObject
-from draftsmith.recipes.serving.engine_key_names import (
-    DROPPED,
-    DTYPES,
-    FEATURE_NORMS,
-    LOADER_RULES,
-    SHIFTED_ONLY_FROM_1,
-    LoaderRules,
-    rules_for,
-)
+from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, DTYPES, FEATURE_NORMS, LoaderRules
+from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, ONE_LAYOUT, SHIFTED_ONLY_FROM_1, rules_for
 
 
 def check_files(engine: str, files: Checkpoint, target: Target) -> None:
@@ -34,12 +27,12 @@ def check_files(engine: str, files: Checkpoint, target: Target) -> None:
         raise UserError(f"{rules.engine} would not serve what was trained: {problems[0]}{more}")
 
 
-def engines_that_serve(files: Checkpoint, target: Target) -> tuple[str, ...]:
-    """Return the engines that load the files as the drafter that was trained."""
+def engines_that_serve(files: Checkpoint, target: Target, among: Sequence[str] = ONE_LAYOUT) -> tuple[str, ...]:
+    """Return which of some engines load the files as the drafter that was trained."""
     return tuple(
         engine
         for (engine, kind), rules in LOADER_RULES.items()
-        if kind == files.kind and not any(loading_problems(rules, files, target))
+        if kind == files.kind and engine in among and not any(loading_problems(rules, files, target))
     )
 
 
