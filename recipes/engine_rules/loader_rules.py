@@ -45,7 +45,7 @@ from draftsmith.recipes.engine_rules.engine_key_names import (
     VLLM_EAGLE3_KEYS,
     LoaderRules,
 )
-from draftsmith.recipes.engine_rules.other_engines import OTHER_RULES, OTHER_UNSERVED
+from draftsmith.recipes.engine_rules.other_engines import OTHER_RULES, OTHER_UNSERVED, WHY_NO_OTHERS
 
 VLLM, SGLANG = "vLLM 0.32.0", "SGLang 0.5.23"  # another version may load otherwise: read it, then change the rules
 
@@ -212,7 +212,7 @@ def rules_for(engine: str, kind: str) -> LoaderRules:
     """Return the rules of an engine for a kind of drafter. Raises `UserError` with the reason where it serves none."""
     rules = LOADER_RULES.get((engine, kind))
     if rules is None:
-        reason = UNSERVED.get((engine, kind), f"{engine} serves no {kind} drafters")
+        reason = UNSERVED.get((engine, kind)) or WHY_NO_OTHERS.get(engine, f"{engine} serves no {kind} drafters")
         raise UserError(f"{reason}; export for another engine, or train another kind")
     return rules
 

@@ -1,7 +1,7 @@
 """The rules of transformers' assisted generation, llama.cpp and TensorRT-LLM, as those of loader_rules.py.
 
-transformers was run, llama.cpp was run where engine_table.py says so, and TensorRT-LLM was only read. llama.cpp loads
-GGUF files: what its own converter makes of config.json and tensors is the rule here.
+engine_table.py says which were run: transformers, and llama.cpp for most kinds; TensorRT-LLM was only read. llama.cpp
+loads GGUF files: what its own converter takes of config.json and tensors is the rule here.
 """
 
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
@@ -101,12 +101,13 @@ OTHER_UNSERVED = {
     ("transformers", "mtp"): "transformers' use_mtp, in 5.23, was not compared with draftsmith's MTP heads",
     ("transformers", "dflash"): "transformers 5.23 drafts in blocks with one model's own class only",
     ("llama_cpp", "mtp"): "llama.cpp's rules for MTP heads (draft-mtp) are not written down here",
-    ("tensorrt_llm", "mtp"): "TensorRT-LLM's rules for MTP heads are not written down here",
-    ("tensorrt_llm", "dflash"): "draftsmith has not read how TensorRT-LLM loads DFlash",
-    ("tensorrt_llm", "dspark"): "draftsmith has not read how TensorRT-LLM loads DSpark",
-    ("tensorrt_llm", "domino"): "draftsmith has not read how TensorRT-LLM loads Domino",
     ("tensorrt_llm", "medusa"): (
         "TensorRT-LLM's PyTorch backend refuses Medusa heads, and its older engines are built from FasterDecoding's "
         "layout (--engine fasterdecoding)"
     ),
+}
+WHY_NO_OTHERS = {
+    "transformers": "transformers' assisted generation takes draft models and lookups only",
+    "llama_cpp": "llama.cpp drafts with draft models, EAGLE-3, DFlash, DSpark, MTP heads and n-grams only",
+    "tensorrt_llm": "of the kinds here, TensorRT-LLM's rules are written down for draft models and EAGLE-3 only",
 }

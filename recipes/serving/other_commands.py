@@ -32,9 +32,9 @@ def llama_cpp_words(exported: Exported, where: Path | str, draft_length: int) ->
     folder = where if isinstance(where, Path) else Path(".")
     words = ["llama-server", "-m", shell_path(folder / "target.gguf")]
     if exported.kind in TRAINING_FREE:
-        size = str(NgramConfig.longest)
-        words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", size]
-        return [*words, "--spec-ngram-simple-size-m", str(draft_length)]
+        length = NgramConfig.shortest  # it looks for n-grams of one length, and drafts no fewer tokens than these have
+        words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(length)]
+        return [*words, "--spec-ngram-simple-size-m", str(max(draft_length, length))]
     method = rules_for("llama_cpp", exported.kind).method
     words += ["-md", shell_path(folder / "drafter.gguf"), "--spec-type", method]
     return [*words, "--spec-draft-n-max", str(draft_length)]
@@ -63,7 +63,7 @@ def llama_cpp_conversions(exported: Exported, where: Path | str) -> list[str]:
 
 
 def tensorrt_llm_words(exported: Exported, where: Path | str) -> list[str]:
-    """Return the words of TensorRT-LLM's server, which reads the options that `tensorrt_llm_options` gives."""
+    """Return the words of TensorRT-LLM's server, which reads the options that `write_tensorrt_llm_options` writes."""
     options = (where if isinstance(where, Path) else Path(".")) / TENSORRT_OPTIONS
     words = ["trtllm-serve", shell_path(exported.target), "--backend", "pytorch"]
     return [*words, "--extra_llm_api_options", shell_path(options)]

@@ -11,6 +11,7 @@ from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
 from draftsmith.models.files import real_path, write_json, write_whole
+from draftsmith.recipes.engine_rules.engine_table import how_known
 from draftsmith.recipes.engine_rules.loader_rules import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.engine_rules.other_engines import LLAMA_CPP, TENSORRT_LLM, TRANSFORMERS
 from draftsmith.recipes.serving import vllm_swap
@@ -143,7 +144,8 @@ def write_scripts(
     if schedule is not None and SGLANG_SCHEDULE in commands.get("sglang", ""):
         write_json(exported.directory / SGLANG_SCHEDULE, for_sglang(schedule))
     for engine, command in commands.items():
-        version = VERSIONS.get(engine, VLLM)
+        known = "was run" if how_known(engine.removesuffix("_plugin"), exported.kind) == "run" else "was only read"
+        version = f"{VERSIONS.get(engine, VLLM)}, which {known}"
         before = llama_cpp_conversions(exported, where) if engine == "llama_cpp" else []
         write_script(exported.directory / f"serve_{engine}.sh", version, where, command, before)
     if "tensorrt_llm" in commands:

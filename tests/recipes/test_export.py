@@ -20,6 +20,7 @@ from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vll
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.drafter_parts.drafts import Draft
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.engine_rules.engine_table import how_known
 from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, UNSERVED
 from draftsmith.recipes.serving import export
 from draftsmith.recipes.serving.export import export_checkpoint, write_files
@@ -136,8 +137,12 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
     version = {"vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23"}[engine]
-    checked, here = f"# checked against the loader rules of {version}", f"cd {shlex.quote(os.getcwd())} || exit"
-    assert script.read_text() == f"#!/bin/sh\n{checked}\n{here}\nexec {command}\n"
+    known = {"run": "was run", "read": "was only read"}[how_known(engine, exported.kind)]
+    checked, here = (
+        f"# checked against the loader rules of {version}, which {known}",
+        f"cd {shlex.quote(os.getcwd())} || exit",
+    )
+    assert script.read_text() == f"#!/bin/sh\n# checked against the loader {checked}\n{here}\nexec {command}\n"
     return shlex.split(command)
 
 
