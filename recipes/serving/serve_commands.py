@@ -155,8 +155,7 @@ def write_scripts(
 
 def write_script(script: Path, version: str, where: Path | str, command: str, before: Sequence[str] = ()) -> None:
     """Write a command as a script, behind lines `before` it; with a path, for the folder in which the path holds."""
-    here = f"cd {shlex.quote(str(Path.cwd()))} || exit\n" if isinstance(where, Path) else ""
-    lines = ["#!/bin/sh", f"# checked against the loader rules of {version}", *before, f"exec {command}\n"]
-    lines[2] = here + lines[2]
+    here = [f"cd {shlex.quote(str(Path.cwd()))} || exit"] if isinstance(where, Path) else []
+    lines = ["#!/bin/sh", f"# checked against the loader rules of {version}", *here, *before, f"exec {command}\n"]
     write_whole(script, os.fsencode("\n".join(lines)))  # a path may hold bytes that are no text
     script.chmod(0o755)

@@ -138,11 +138,9 @@ def export_and_serve(checkpoint: Path, engine: str, target: Target, out: Path, d
     subprocess.run(["sh", "-n", script], check=True)
     version = {"vllm": "vLLM 0.32.0", "sglang": "SGLang 0.5.23"}[engine]
     known = {"run": "was run", "read": "was only read"}[how_known(engine, exported.kind)]
-    checked, here = (
-        f"# checked against the loader rules of {version}, which {known}",
-        f"cd {shlex.quote(os.getcwd())} || exit",
-    )
-    assert script.read_text() == f"#!/bin/sh\n# checked against the loader {checked}\n{here}\nexec {command}\n"
+    checked = f"# checked against the loader rules of {version}, which {known}"
+    here = f"cd {shlex.quote(os.getcwd())} || exit"
+    assert script.read_text() == f"#!/bin/sh\n{checked}\n{here}\nexec {command}\n"
     return shlex.split(command)
 
 
