@@ -26,8 +26,8 @@ from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer
-from draftsmith.models.drafter_parts.eagle_layer import UnrolledLayer
 from draftsmith.models.drafters.medusa import ResidualBlocks
+from draftsmith.models.eagle_parts.eagle_layer import UnrolledLayer
 from draftsmith.models.losses.divergences import Teacher
 from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES

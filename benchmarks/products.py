@@ -11,9 +11,9 @@ import torch
 
 from draftsmith.inference.measuring.bandwidth import memory_bandwidth
 from draftsmith.inference.measuring.environment import git_commit
-from draftsmith.models.target import product_kernel
-from draftsmith.models.target.layer_kernels import CALLS, ProductKind, milliseconds, separate_product
-from draftsmith.models.target.layer_steps import Ending
+from draftsmith.models.fused import product_kernel
+from draftsmith.models.fused.layer_kernels import CALLS, ProductKind, milliseconds, separate_product
+from draftsmith.models.fused.layer_steps import Ending
 
 ROWS = (1, 2, 5, 8)
 PRODUCTS: dict[str, tuple[int, int, bool, Ending]] = {  # inputs, outputs, whether a norm is before it, its ending

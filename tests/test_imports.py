@@ -14,7 +14,10 @@ from draftsmith.models import DRAFTERS
 
 ROOT = Path(__file__).parents[1]
 WINGS = {  # the floors from the ground up, and the wings of each from the ground up
-    "models": ("sampling", "slots", "target", "losses", "drafter_parts", "block_parts", "drafters", "training_free"),
+    "models": (
+        *("sampling", "slots", "fused", "target", "losses"),
+        *("drafter_parts", "eagle_parts", "block_parts", "mtp_heads", "drafters", "training_free"),
+    ),
     "inference": ("verification", "decoding", "replay", "measuring", "planning", "traffic", "diagnosis"),
     "data": ("samples", "prompts", "answers", "features"),
     "train": ("process", "hardware", "inputs", "run_folder", "engine", "evaluation"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from draftsmith.models.target.fused_layers import FAMILIES
+from draftsmith.models.fused.fused_layers import FAMILIES
 from draftsmith.models.target.target import Target
 from draftsmith.models.target.target_files import read_tensors
 

@@ -22,6 +22,7 @@ from draftsmith.models.drafter_parts.checkpoint_interface import loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.fused.fused_layers import fuse
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import (
     ChainLoss,
@@ -36,7 +37,6 @@ from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.forward import context_of, run_causal, run_on_slots
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import drop_layers, load_model
 from draftsmith.models.target.other_tokenizer import OtherTokenizer, take_vocabulary
 from draftsmith.models.target.support import carries_states

@@ -30,7 +30,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     start_as_target,
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
-from draftsmith.models.drafter_parts.eagle_layer import (
+from draftsmith.models.eagle_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
     drafting_slots,

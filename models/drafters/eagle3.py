@@ -33,15 +33,15 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     start_as_target,
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, with_no_token
-from draftsmith.models.drafter_parts.eagle_layer import (
+from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.eagle_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
     decoding_norm,
     drafting_slots,
     store_for_decoding,
 )
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
-from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, as_computed
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
@@ -159,7 +159,7 @@ class Eagle3(Drafter):
         self.lm_head.weight.data.copy_(weight[token_ids.to(weight.device)])
 
     def draft_to_target(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
+        """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
         if self.lm_head.out_features == self.target.vocab_size:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)

@@ -80,7 +80,7 @@ class Medusa(Drafter):
 
     @classmethod
     def from_target(cls, config: MedusaConfig, target: Target) -> "Medusa":
-        """Blocks start as the identity and heads as the target's: every head first predicts x_{t+1}."""
+        """Return new heads: blocks start as the identity and heads as the target's, so that each predicts x_{t+1}."""
         drafter = cls(config, target)
         for parameter in drafter.blocks.parameters():
             nn.init.zeros_(parameter)
@@ -95,7 +95,7 @@ class Medusa(Drafter):
             self._copy_head()
 
     def draft_to_target(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
+        """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
         return self.token_map
 
     @torch.no_grad()

@@ -24,13 +24,13 @@ from draftsmith.models.drafter_configs import MtpConfig
 from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
-from draftsmith.models.drafter_parts.eagle_layer import FeatureCache, drafting_slots
 from draftsmith.models.drafter_parts.target_layers import layer_tensors
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, UnrolledSteps
-from draftsmith.models.drafters.mtp_layouts import from_layout, head_layout, num_heads, to_layout, together
-from draftsmith.models.drafters.mtp_stitching import write_with_head
+from draftsmith.models.eagle_parts.eagle_layer import FeatureCache, drafting_slots
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots, UnrolledSteps
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
+from draftsmith.models.mtp_heads.mtp_layouts import from_layout, head_layout, num_heads, to_layout, together
+from draftsmith.models.mtp_heads.mtp_stitching import write_with_head
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.window import Window

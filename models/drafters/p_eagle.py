@@ -92,7 +92,8 @@ class PEagle(Drafter):
     def project(
         self, layer: int, hidden: Tensor, embedded: Tensor, rotary: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of a layer, each [B, N, T, D], from its input and the embeddings, both [B, T, H]."""
+        """Return query, key and value of a layer, each
+        [B, N, T, D], from its input and the embeddings, both [B, T, H]."""
         if layer == 0:
             return self.eagle3.layer.project(embedded, hidden, rotary, positions)
         return cast(DeeperLayer, self.deeper[layer - 1]).project(hidden, rotary, positions)

@@ -38,14 +38,14 @@ class Edges(NamedTuple):
 
 
 def cut(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits are fp32, fp16 or bf16."""
+    """Return `sampling.cut` of logits [..., V] in fp32, fp16 or bf16."""
     return cut_in_chunks(logits, sampling).logits
 
 
 def draw(
     logits: Tensor, sampling: Sampling, noise: Noise, positions: Tensor, stream: Stream, branch: int, out: Tensor
 ) -> Tensor:
-    """With top-k or top-p it is four launches, else two."""
+    """Do what `sampling.draw` does: in four launches with top-k or top-p, else in two."""
     p = cut_in_chunks(logits, sampling)
     sizes = chunk_sizes(logits.shape[-1])
     salt = branch * len(Stream) + int(stream)

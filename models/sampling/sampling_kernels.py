@@ -141,7 +141,7 @@ def probabilities(distribution, ids, mask):
 
 @triton.jit
 def pick(weights, uniform):
-    """The lane where the cumulative weight reaches `uniform` of the whole, and how far into that lane's weight it is.
+    """Return the lane where the cumulative weight reaches `uniform` of the whole, and how far into its weight that is.
 
     A weight of 0 is never picked, unless all are: then lane 0.
     """

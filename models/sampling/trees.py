@@ -1,4 +1,4 @@
-"""The shapes of drafts: chains and trees; depths of its nodes, and who is whose ancestor.
+"""The shapes of drafts, chains and trees: the depths of their nodes, and which nodes are ancestors of which.
 
 Shapes: B rows, N nodes, T = N + 1 columns of the window (column 0 is the root), W words of 32 columns.
 """

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.slots.row_attention import Sight, attend_in_rows, attention_in_the_open, masked_attention
+from draftsmith.models.slots.row_attention import Sight, attend_in_rows, masked_attention, unfused_attention
 
 ATTENTION = "draftsmith"  # the name under which transformers finds `slot_attention`
 
@@ -39,7 +39,7 @@ def slot_attention(
     The mask is a window's, packed for the kernel or bool [B, 1, T, M]; without one it is causal over the T tokens
     themselves. For packed rows it says where their documents begin, int64 [1, 1, 1, documents + 1]. A token
     sees the last `sliding_window` positions of its path. `softcap` (Gemma-2) and `s_aux`, the attention sinks of
-    gpt-oss, need the scores in the open; everything else goes to torch's fused attention. `indices` int [B, T, k] are
+    gpt-oss, need all scores in memory; everything else goes to torch's fused attention. `indices` int [B, T, k] are
     the slots that a layer of DeepSeek's sparse attention has chosen of those that each token sees. `attend`, which
     whoever calls a layer gives it, computes the attention instead, from query, key, value and scale. Raises `TypeError`
     for a mask that a model made itself.
@@ -94,7 +94,7 @@ def attend_on_slots(
     if sliding_window is not None:
         mask = last_seen(mask, sliding_window)
     if softcap is not None or sinks is not None:
-        return attention_in_the_open(query, key, value, mask, scale, softcap, sinks)
+        return unfused_attention(query, key, value, mask, scale, softcap, sinks)
     return masked_attention(query, key, value, mask, scale)
 
 

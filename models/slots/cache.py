@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerSlots:
-    """A layer of a cache, of all rows. All are views of one tensor, in which a slot's keys stand before its values.
+    """The slots of a layer of a cache, of all rows. Keys and values are views of `kept`, where they stand side by side.
 
     One slot more a row takes what is written past the end, the padding of rows with fewer new tokens. It is never seen.
     """
@@ -47,7 +47,7 @@ class SlotCache:
         """`num_columns`: of the largest draft, with the token before it."""
         self.num_slots = num_slots
         self.states = RunningStates(num_rows, num_columns)
-        self.num_seen = num_slots  # that attention reads, from the left; the host lowers it where rows are short
+        self.num_seen = num_slots  # slots from the left that attention reads; the host lowers it where rows are short
         self.written: Tensor  # [B * T] int64, where in `flat` the running forward pass stores its tokens
         self.angles: Tensor | None = None  # of the rotary embedding, kept here by a fused decoder
         self._num_rows = num_rows

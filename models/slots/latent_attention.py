@@ -39,7 +39,7 @@ def _hand_on(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Ten
 
 @dataclass
 class OnLatents:
-    """The attention of a module to latents, once or expanded to keys and values, whichever takes less work."""
+    """The attention of a module: to the latents themselves, or to what they expand to, whichever takes less work."""
 
     module: Any
 

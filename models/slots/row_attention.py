@@ -82,8 +82,8 @@ def attend_in_rows(
 
     `softcap` and `sinks` as for `slot_attention`.
     """
-    in_the_open = softcap is not None or sinks is not None
-    if sight.is_causal and not in_the_open:
+    unfused = softcap is not None or sinks is not None
+    if sight.is_causal and not unfused:
         output = F.scaled_dot_product_attention(
             query, key, widened(value, key), is_causal=True, scale=scale, enable_gqa=True
         )
@@ -94,14 +94,14 @@ def attend_in_rows(
     if flash_serves and query.is_cuda and has_flash_attention(as_computed(query)):
         return flash_attention(query, key, value, scale, sight, sinks)
     compute = partial(masked_attention, scale=scale)
-    if in_the_open:
-        compute = partial(attention_in_the_open, scale=scale, softcap=softcap, sinks=sinks)
+    if unfused:
+        compute = partial(unfused_attention, scale=scale, softcap=softcap, sinks=sinks)
 
     def part(queries: slice, keys: slice) -> Tensor:
         mask = sight.mask(queries, keys, query.device)
         return compute(query[:, :, queries], key[:, :, keys], value[:, :, keys], mask=mask)
 
-    heads, most = (query.shape[1], MOST_SCORES) if in_the_open else (1, MOST_PAIRS)
+    heads, most = (query.shape[1], MOST_SCORES) if unfused else (1, MOST_PAIRS)
     parts = parts_of(sight, most // (len(query) * heads))
     if len(parts) == 1:
         return part(*parts[0])
@@ -158,7 +158,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return attended[..., : value.shape[-1]].transpose(1, 2)
 
 
-def attention_in_the_open(
+def unfused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

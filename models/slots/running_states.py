@@ -42,7 +42,7 @@ from draftsmith.models.slots.window import Window
 
 MOST_IN_KERNELS = 64  # columns; their sizes are those of a tile
 CONVOLUTION = "causal_conv1d_fn"
-_running = threading.local()  # .window_read: what this thread's pass reads, while one is running
+_running = threading.local()  # while this thread runs a pass, `start` makes its `WindowRead`, and `read` holds it
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class RunningStates:
     """The running states of a cache, of all rows."""
 
     num_rows: int
-    num_columns: int  # that wait at most; more are made room for, which a recorded round must not need
+    num_columns: int  # of the largest draft expected; a larger one gets more room, which a recorded round cannot make
     buffers: dict[tuple[str, int], Buffer] = field(default_factory=dict)  # by part and layer
     num_held: Tensor | None = None  # [num_rows] int64, tokens that the states have taken up
     num_waiting: Tensor | None = None  # [num_rows] int64, columns that wait behind these

@@ -59,6 +59,7 @@ def delta_inputs(key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalize:
 
 
 def normalized(x: Tensor) -> Tensor:
+    """Return vectors [..., D] of length 1."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 

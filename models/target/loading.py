@@ -41,7 +41,7 @@ from draftsmith.models.target.target_files import (
 )
 from draftsmith.models.weights import check_finite
 
-LARGEST_SHARE = 3  # of the values held that a config may claim: constants are held nowhere
+MOST_CLAIMED = 3  # values that a config may claim for each that the files hold: constants are in no file
 TWO_ATTENTIONS = "longcat_flash"  # type of models whose num_hidden_layers counts attentions, two of each layer
 OF_LAYERS = "per_layer"  # in names of Gemma 4's second embedding, for its layers alone and larger than the first
 
@@ -191,7 +191,7 @@ def check_sizes(config: PretrainedConfig, stored: Weights, what: str) -> None:
     all_tensors = chain(model.named_parameters(), model.named_buffers())  # the latter also of what no file holds
     claimed = sum(tensor.numel() for name, tensor in all_tensors if OF_LAYERS not in name)
     held = sum(tensor.numel() for tensor in stored.values())
-    if claimed > LARGEST_SHARE * held:
+    if claimed > MOST_CLAIMED * held:
         raise UserError(
             f"{what}: its config.json is of a model of {claimed:,} values, and its weights hold {held:,}: these files "
             "are not of one model, take another copy"

@@ -45,7 +45,7 @@ OF_ACTIVATIONS = re.compile(r"(activation|input|output|q|k|v|kv)_\w+|_\w+_act_qu
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightForm:
     """The form of the weights of a group of layers in a config of compressed-tensors."""
 
     block_structure: tuple[int, int] | None = None
@@ -53,10 +53,10 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """A group of layers in a config of compressed-tensors."""
 
-    weights: Weights | None = None
+    weights: WeightForm | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Quantisation:
     format: str | None = None  # of compressed-tensors
     quant_algo: str | None = None  # of ModelOpt
     weight_block_size: tuple[int, int] | None = None  # of fp8
-    config_groups: dict[str, Group | list[str]] | None = None  # of compressed-tensors
+    config_groups: dict[str, LayerGroup | list[str]] | None = None  # of compressed-tensors
     transform_config: dict[str, Any] | None = None  # of compressed-tensors
     quantization_mode: str | None = None  # of BitNet
     bits: int | None = None  # of AWQ and GPTQ
@@ -82,9 +82,9 @@ class Quantisation:
         return f"{self.quant_method} ({form})" if form else str(self.quant_method)
 
     @property
-    def groups(self) -> list[Weights]:
+    def groups(self) -> list[WeightForm]:
         """The forms of the groups of layers in a config of compressed-tensors."""
-        groups = [group.weights for group in (self.config_groups or {}).values() if isinstance(group, Group)]
+        groups = [group.weights for group in (self.config_groups or {}).values() if isinstance(group, LayerGroup)]
         return [weights for weights in groups if weights]
 
     @property

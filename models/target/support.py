@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 
 from draftsmith.models.errors import UserError, library_errors
+from draftsmith.models.fused.fused_layers import FusedDecoder
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.running_states import has_rule
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target.fused_layers import FusedDecoder
 from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
 from draftsmith.models.target.target_files import read_config, why_not_read
 

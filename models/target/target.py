@@ -24,13 +24,13 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.models.batch import Batch
 from draftsmith.models.devices import pick_device, pick_dtype
 from draftsmith.models.errors import UserError, library_errors, shown, whole_number
+from draftsmith.models.fused.fused_layers import fuse
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.forward import context_of, run_causal, run_on_slots
 from draftsmith.models.slots.latent_attention import keep_latents
 from draftsmith.models.slots.running_states import replace_rules
 from draftsmith.models.slots.window import Window
-from draftsmith.models.target.fused_layers import fuse
 from draftsmith.models.target.loading import (
     device_map,
     load_first_layers,

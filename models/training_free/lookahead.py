@@ -135,7 +135,7 @@ def ngrams_after(pool: Tensor, newest: Tensor, count: int) -> Tensor:
 
 
 def merged(candidates: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidates [B, G, N - 1] that begin alike share these nodes [G, N - 1], since a walk takes one of equal siblings.
+    """Let candidates [B, G, N - 1] that begin alike share nodes [G, N - 1], since a walk takes one of equal siblings.
 
     Returns the nodes' tokens [B, G, N - 1], NO_TOKEN for those that another one stands for, and the parents
     [B, G, N - 2] of all but the first of each candidate.

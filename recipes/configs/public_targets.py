@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EPOCHS = 3
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, EPOCHS), "production": (530_000, EPOCHS)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
-# The types below whose heads for further tokens (MTP) models/drafters/mtp_layouts.py knows.
+# The types below whose heads for further tokens (MTP) models/mtp_heads/mtp_layouts.py knows.
 WITH_MTP = ("llama", "qwen3", "qwen3_5_text", "qwen3_5_moe_text")
 TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
 

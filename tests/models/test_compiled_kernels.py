@@ -163,11 +163,11 @@ def latent_attention() -> dict[str, Callable[[], object]]:
 
 def steps() -> dict[str, Callable[[], object]]:
     """Return calls of a fused layer's steps but products, for chunks of 512 tokens in 256 rows, and for one token."""
+    from draftsmith.models.fused import layer_kernels as llama_kernels
+    from draftsmith.models.fused.layer_steps import Beside
     from draftsmith.models.layers import DecodingNorm
     from draftsmith.models.slots.cache import SlotCache
     from draftsmith.models.slots.window import Window
-    from draftsmith.models.target import layer_kernels as llama_kernels
-    from draftsmith.models.target.layer_steps import Beside
 
     many, queries, kv_heads, half = 256 * 512, 32, 8, 64
 
@@ -216,8 +216,8 @@ def steps() -> dict[str, Callable[[], object]]:
 
 def products() -> dict[str, Callable[[], object]]:
     """Return calls of the products of a layer, with the splits that they have on 132 multiprocessors."""
+    from draftsmith.models.fused import product_kernel
     from draftsmith.models.layers import DecodingNorm
-    from draftsmith.models.target import product_kernel
 
     def call(dtype: torch.dtype, width: int, outputs: int, ending: Any, splits: int) -> None:
         x, weight = meta(5, width, dtype=dtype), meta(outputs, width, dtype=dtype).t()

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.training_free.ngram import longest_match

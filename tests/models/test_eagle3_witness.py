@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.divergences import DIVERGENCES
 from draftsmith.models.slots.attention import ATTENTION

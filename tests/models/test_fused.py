@@ -10,14 +10,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models import Target
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.fused import layer_kernels as llama_kernels
+from draftsmith.models.fused import layer_steps as llama_steps
+from draftsmith.models.fused.fused_layers import fuse
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.forward import run_on_slots
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target import layer_kernels as llama_kernels
-from draftsmith.models.target import layer_steps as llama_steps
-from draftsmith.models.target.fused_layers import fuse
 
 NUM_SLOTS = 48
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where kernels run

@@ -18,13 +18,13 @@ from kernel_names import launched_kernels
 
 from draftsmith.inference.decoding.round_steps import Ends
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain
+from draftsmith.models.fused.layer_steps import Beside, Ending
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream
 from draftsmith.models.sampling.trees import ancestor_words
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.state_buffers import Buffer, RunningStates, WindowRead
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target.layer_steps import Beside, Ending
 from draftsmith.models.target.target import Features
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
@@ -33,10 +33,10 @@ from shadow_memory import ShadowMemory, watched
 
 from draftsmith.inference.decoding import round_kernels
 from draftsmith.inference.verification import acceptance_kernels
+from draftsmith.models.fused import layer_kernels, product_kernel
 from draftsmith.models.losses import divergence_kernels
 from draftsmith.models.sampling import cut_kernels, sampling_kernels
 from draftsmith.models.slots import attention_kernel, cache_kernels, state_kernels
-from draftsmith.models.target import layer_kernels, product_kernel
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in the interpreter on a CPU only"),

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.fused import layer_kernels as llama_kernels
+from draftsmith.models.fused import layer_steps as llama_steps
+from draftsmith.models.fused import product_kernel
+from draftsmith.models.fused.layer_steps import Beside, Ending
 from draftsmith.models.kernels import counters
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target import layer_kernels as llama_kernels
-from draftsmith.models.target import layer_steps as llama_steps
-from draftsmith.models.target import product_kernel
-from draftsmith.models.target.layer_steps import Beside, Ending
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("watched_memory")

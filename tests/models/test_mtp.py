@@ -13,8 +13,8 @@ from torch import Tensor
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_configs import MtpConfig
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafters.mtp import Mtp
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
 
 # The names of public checkpoints: MiMo-7B, Qwen3.5, GLM-4.5 with four experts and one shared one.

@@ -18,10 +18,10 @@ from torch import Tensor
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.drafter_parts.target_layers import layer_tensors
-from draftsmith.models.drafters.mtp_layouts import QWEN
-from draftsmith.models.drafters.mtp_stitching import write_with_head
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.fused_layers import fuse
+from draftsmith.models.fused.fused_layers import fuse
+from draftsmith.models.mtp_heads.mtp_layouts import QWEN
+from draftsmith.models.mtp_heads.mtp_stitching import write_with_head
 from draftsmith.models.target.shape import target_weights
 from draftsmith.models.target.target_files import read_config
 from draftsmith.train import train

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.drafter_configs import Eagle3Config, EagleConfig, PEagleConfig
 from draftsmith.models.drafter_parts.target_layers import layer_weights
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.drafters.eagle import Eagle
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.drafters.p_eagle import PEagle
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.slots.attention import ATTENTION

@@ -8,7 +8,7 @@ from gpu_without_values import GPU, gpu_without_values
 from torch import Tensor
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafter_parts.unrolled_attention import (
+from draftsmith.models.eagle_parts.unrolled_attention import (
     DraftingSlots,
     KeyValue,
     plain_unrolled_attention,

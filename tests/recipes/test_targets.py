@@ -7,7 +7,7 @@ import torch
 from recipe_table import public_weights, table, table_of_kinds
 
 from draftsmith.models.drafters.eagle3 import Eagle3
-from draftsmith.models.drafters.mtp_layouts import LAYOUTS
+from draftsmith.models.mtp_heads.mtp_layouts import LAYOUTS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, WITH_MTP
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import resolve

@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.models.errors import UserError
+from draftsmith.models.fused import product_kernel
+from draftsmith.models.fused.layer_steps import Beside, Ending, Entry, multiply
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.attention_kernel import attend as attend_slots
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window
-from draftsmith.models.target import product_kernel
-from draftsmith.models.target.layer_steps import Beside, Ending, Entry, multiply
 
 HEADS = tl.constexpr(4)  # heads that a program rotates
 SWITCH = "DRAFTSMITH_PRODUCTS"  # this environment variable set to `fused` or `separate` chooses without measuring
@@ -46,7 +46,7 @@ def enter(
     reaches: set[int | None],
     beside: Beside | None = None,
 ) -> Entry:
-    """The mask is packed; `attend` itself knows of sliding windows."""
+    """Do what `layer_steps.enter` does, but with one packed mask: `attend` itself knows of sliding windows."""
     assert cache.angles is not None
     assert embedding.is_contiguous()
     num_words = 0 if window.ancestors is None else window.ancestors.shape[2]

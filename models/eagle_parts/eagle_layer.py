@@ -26,15 +26,15 @@ from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_parts.decoder_layer import DecoderLayer, DeeperLayer
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, LevelWindows, grow
-from draftsmith.models.drafter_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots, KeyValue, unrolled_attention
+from draftsmith.models.fused.fused_layers import steps_on
+from draftsmith.models.fused.layer_steps import Beside
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_angles, rotary_table, store_by_columns
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.attention import slot_attention
 from draftsmith.models.slots.window import Window
-from draftsmith.models.target.fused_layers import steps_on
-from draftsmith.models.target.layer_steps import Beside
 
 # --- training
 

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftsmith.models.fused.layer_steps import Ending
 from draftsmith.models.kernels import NUM_COUNTERS, counters
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.splitting import is_last, num_multiprocessors
-from draftsmith.models.target.layer_steps import Ending
 
 MOST_ROWS = 8
 ROWS = tl.constexpr(MOST_ROWS)  # of a tile, the narrow side of a tensor core's smallest product

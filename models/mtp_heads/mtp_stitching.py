@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from draftsmith.models.drafters.mtp_layouts import HeadLayout, together
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.files import write_json
 from draftsmith.models.model_files import CONFIG
+from draftsmith.models.mtp_heads.mtp_layouts import HeadLayout, together
 from draftsmith.models.reading import open_tensors, read_json_object
 from draftsmith.models.target.quantised import CODES
 from draftsmith.models.target.target_files import read_quantisation, stored_tensors

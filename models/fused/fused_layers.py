@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.models.fused import layer_steps
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window
-from draftsmith.models.target import layer_steps as llama_steps
 
 FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")  # whose layers `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
@@ -47,10 +47,10 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
 def steps_on(device: torch.device) -> ModuleType:
     """Return the steps between the products, for a device."""
     if not runs_kernels(device):
-        return llama_steps
-    from draftsmith.models.target import layer_kernels as llama_kernels
+        return layer_steps
+    from draftsmith.models.fused import layer_kernels
 
-    return llama_kernels
+    return layer_kernels
 
 
 class FusedDecoder:
@@ -169,10 +169,11 @@ def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:
 
 
 def merge(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Several products of one input as one: weight [in, all out] and bias. The linears' parameters become its views.
+    """Merge several products of one input: return weight [in, all out] and bias. The linears' parameters become views.
 
-    Where they are that already, the tensors of before come back. On a CPU a row of the weight holds what one input adds
-    to all outputs: for a few tokens that is faster than the order of a Linear.
+    Where the parameters are views already, the merged tensors come back. On a CPU a row of the weight holds what one
+    input adds to all outputs: for a few tokens that is faster than the order of a Linear.
+
     """
     by_columns = not runs_kernels(linears[0].weight.device)
     weight = merged_parameter([linear.weight for linear in linears], by_columns).t()
