@@ -82,15 +82,6 @@ def read_typed(kind: type[T], path: Path) -> T:
     return from_json(kind, read_json(path), str(path))
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place, "FILE line N", and the content of each line of a file of JSON lines.
-
-    Raises `UserError` as `read_lines` and `parse_json` do.
-    """
-    for place, line in read_lines(path):
-        yield place, parse_json(line, place)
-
-
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the place, "FILE line N", and the text of each line that is not blank.
 

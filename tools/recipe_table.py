@@ -6,7 +6,7 @@ from draftsmith.models.target.shape import TargetWeights, target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import H100, Estimate, estimate
+from draftsmith.train.hardware.estimates import H100, RunEstimate, estimate
 
 KINDS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
 
@@ -17,7 +17,7 @@ def public_weights(name: str) -> TargetWeights:
     return target_weights(PUBLIC_TARGETS[name].config, name)
 
 
-def needs(recipe: TrainConfig, name: str) -> Estimate:
+def needs(recipe: TrainConfig, name: str) -> RunEstimate:
     """Return what a recipe takes for a public target, in bf16 on a GPU."""
     return estimate(recipe, PUBLIC_TARGETS[name].config, TOKENS_PER_SAMPLE, weights=public_weights(name))
 

@@ -61,8 +61,8 @@ class DataConfig:
     @property
     def servers(self) -> list[str]:
         """The addresses of the servers that compute features."""
-        given = self.features_endpoint
-        return given if isinstance(given, list) else [] if given is None else [given]
+        urls = self.features_endpoint
+        return urls if isinstance(urls, list) else [] if urls is None else [urls]
 
 
 @dataclass

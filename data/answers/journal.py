@@ -46,7 +46,7 @@ class Journal:
 
 
 @dataclass
-class Answered:
+class AnsweredPrompts:
     """The answers that the journals of a folder hold."""
 
     places: dict[int, Place] = field(default_factory=dict)
@@ -58,9 +58,9 @@ def journals_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("answers-*.partial"))
 
 
-def read_journals(folder: Path, run: str) -> Answered:
+def read_journals(folder: Path, run: str) -> AnsweredPrompts:
     """Return which prompts are answered, and where. Raises `UserError` where a journal cannot be read."""
-    answered = Answered()
+    answered = AnsweredPrompts()
     for path in journals_in(folder):
         try:
             with open_regular(path) as file:

@@ -59,7 +59,7 @@ def store_conversations(
             if split.held_out:
                 write_prompts(hidden / HELD_OUT, split.held_out)
             parts = shard_parts(list(enumerate(split.train)))
-            bad.found += write_samples(hidden, parts, partial(given_samples, target, max_bad_share))
+            bad.rows += write_samples(hidden, parts, partial(given_samples, target, max_bad_share))
             bad.check()
             bad.write(hidden)
     show_written(out, target)
@@ -93,4 +93,4 @@ def given_samples(
             spans += markers.spans(token_ids[:end], start, label)
         # nobody knows how the text was drawn: it is taken as drawn from the plain distribution
         yield Sample(token_ids, spans, "given", 1.0, 1.0, 0, index, prompt.domain)
-    yield from bad.found
+    yield from bad.rows

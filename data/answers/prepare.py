@@ -262,7 +262,7 @@ class AnswerJob:
             for part in on_all_cores(self._encode, shard_parts(range(len(self.prompts)))):
                 digest.update(part.hashed)
                 self.lengths += part.lengths
-                self.bad.found += part.bad
+                self.bad.rows += part.bad
                 progress.update(task, completed=len(self.lengths))
         self.bad.check()
         self.hash = digest.hexdigest()[:16]
@@ -294,7 +294,7 @@ class AnswerJob:
             except UserError as error:
                 bad.add(prompt.where or f"prompt {index + 1}", error)
             part.lengths.append(length)
-        part.bad = bad.found
+        part.bad = bad.rows
         return part
 
     def checked_dialogue(self, index: int) -> Dialogue:

@@ -41,31 +41,31 @@ class ImageAnswer:
 
 
 @dataclass
-class Candidate:
+class LikelyToken:
     """The log-probability of a token that might follow."""
 
     logprob: FiniteFloat
 
 
 @dataclass
-class Candidates:
+class LikelyTokens:
     """The likeliest tokens at a place."""
 
-    top_logprobs: Annotated[list[Candidate], Field(min_length=2)]
+    top_logprobs: Annotated[list[LikelyToken], Field(min_length=2)]
 
 
 @dataclass
-class CandidatesOfText:
+class LikelyTokensOfText:
     """The likeliest tokens at each place of an answer of one token."""
 
-    content: Annotated[list[Candidates], One]
+    content: Annotated[list[LikelyTokens], One]
 
 
 @dataclass
 class RatedImageChoice:
     """An answer with the likeliest tokens beside each of its own."""
 
-    logprobs: CandidatesOfText
+    logprobs: LikelyTokensOfText
 
 
 @dataclass

@@ -308,8 +308,8 @@ class FeatureServer:
             f"{self.target.name} (relative error {error:.1e}): start it as `{self.command}`"
         )
 
-    def _layer_errors(self, token_ids: list[int], given: Tensor, layer_ids: tuple[int, ...]) -> list[float]:
-        """Return how far given states [T, H] lie from each of these layers', as a share of their own norm.
+    def _layer_errors(self, token_ids: list[int], states: Tensor, layer_ids: tuple[int, ...]) -> list[float]:
+        """Return how far the server's states [T, H] lie from each of these layers', as a share of their own norm.
 
         The target's own first layers are read for this alone.
         """
@@ -318,8 +318,8 @@ class FeatureServer:
         row = torch.tensor([token_ids], device=target.device)
         own = first.features(Batch(row, torch.ones_like(row, dtype=torch.bool)), layer_ids).layers
         assert own is not None
-        distances = (given[:, None] - own[0].float().cpu().unflatten(-1, (len(layer_ids), -1))).norm(dim=-1)
-        errors: list[float] = (distances / given.norm(dim=-1, keepdim=True).clamp(min=1e-6)).mean(0).tolist()
+        distances = (states[:, None] - own[0].float().cpu().unflatten(-1, (len(layer_ids), -1))).norm(dim=-1)
+        errors: list[float] = (distances / states.norm(dim=-1, keepdim=True).clamp(min=1e-6)).mean(0).tolist()
         return errors
 
 

@@ -38,7 +38,7 @@ def read_split(source: str, held_out_share: float, refuse_surrogates: bool, bad:
     for lone surrogates that are to be refused.
     """
     prompts = read_prompts(source, bad)
-    bad.num_rows = len(prompts) + len(bad.found)
+    bad.num_rows = len(prompts) + len(bad.rows)
     bad.check()
     if text := replaced_text(prompts):
         if refuse_surrogates:

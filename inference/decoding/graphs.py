@@ -23,7 +23,7 @@ _capturing = threading.Lock()  # a process can record one graph at a time
 
 
 @dataclass
-class Recording:
+class RecordedCall:
     """A graph of one call, and what the call took and returned."""
 
     graph: torch.cuda.CUDAGraph
@@ -44,7 +44,7 @@ class RecordedCalls:
         self.device = device
         self.records = records and os.environ.get(SWITCH) != "off"
         self._num_calls: Counter[Hashable] = Counter()
-        self._recordings: dict[Hashable, Recording] = {}
+        self._recordings: dict[Hashable, RecordedCall] = {}
         self._counters: Tensor | None = None  # of its kernels alone: other graphs may be replayed at the same time
 
     @property
@@ -88,7 +88,7 @@ class RecordedCalls:
                 stacklevel=2,
             )
         else:
-            self._recordings[kind] = Recording(graph, arguments, output)
+            self._recordings[kind] = RecordedCall(graph, arguments, output)
 
 
 def can_be_recorded(module: nn.Module) -> bool:

@@ -329,7 +329,7 @@ def span_results(
 def lossless_check(
     target: Target, resolved: GenerationSettings, prompts: PromptSet, outputs: Outputs, plain: Outputs
 ) -> LosslessCheck:
-    """Compare outputs where the law of the mode demands that they are equal: greedy, and one-hot on the same noise."""
+    """Compare outputs where the verification mode gives the same ones: greedy, and one-hot on the same noise."""
     if resolved.verification_mode not in ("greedy", "one_hot"):  # at best the same distribution, not the same tokens
         return LosslessCheck()
     expected, actual = map(answers_of, (plain, outputs))

@@ -119,7 +119,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class DataFlow:
     """Bytes that move during a run, and the rate at which they must so that no GPU waits for them."""
 
     num_bytes: NotNegative
@@ -139,9 +139,9 @@ class TrainingWay:
     gpu_hours: NotNegative
     dollars: NotNegative | None
     stored_bytes: NotNegative  # features on disk
-    disk: Traffic  # features that are written, and read in every epoch
-    network: Traffic  # features that a server sends
-    link: Traffic  # what each GPU gets from the others: weights in pieces, gradients, sums of tensor parallelism
+    disk: DataFlow  # features that are written, and read in every epoch
+    network: DataFlow  # features that a server sends
+    link: DataFlow  # what each GPU gets from the others: weights in pieces, gradients, sums of tensor parallelism
     bound_by: Literal["products", "disk", "network", "link"]  # what takes most of the time
     command: str
     server_command: str | None = optional()  # which starts the server

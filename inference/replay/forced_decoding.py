@@ -1,7 +1,7 @@
 """Forced decoding: the output follows a known text, one token a round, whatever is drafted.
 
 Every round runs the decoder's own kernels on its own state, at a known length of the text. Timing needs that
-(planning/cost_measurement.py), and it shows which drafts would have been right (planning/choice.py).
+(planning/cost_measurement.py), and it shows which drafts would have been right (planning/best_draft.py).
 """
 
 from collections.abc import Iterator, Sequence

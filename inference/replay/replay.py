@@ -167,11 +167,11 @@ def acceptance_trace(
     num_places = len(recording.answers[index])
 
     def at_places(values: Tensor) -> np.ndarray:
-        """[.., 1, T] -> [N, ..]"""
+        """Return values [.., 1, T] at the places of the answer, [N, ..]."""
         return values[..., 0, first : first + num_places].cpu().numpy().T
 
     def after_places(values: Tensor) -> np.ndarray:
-        """[1, T] -> [N, K] fp64, of the tokens that follow a place"""
+        """Return values [1, T] of the tokens that follow each place, fp64 [N, K]."""
         return at_places(torch.stack([shift_left(values, 1 + k) for k in depths])).astype(np.float64)
 
     rank = at_places(scores.rank)

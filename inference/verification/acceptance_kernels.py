@@ -21,7 +21,7 @@ from draftsmith.models.sampling.sampling_kernels import chunk_sizes, load_distri
 
 
 def greedy(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int) -> Verified:
-    """Logits are fp32, fp16 or bf16."""
+    """Do what `acceptance_rules.greedy` does, from logits in fp32, fp16 or bf16."""
     assert logits.is_contiguous()
     batch, width, vocabulary = logits.shape
     chunks = chunk_sizes(vocabulary)
@@ -36,7 +36,10 @@ def greedy(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int) -
 
 
 def one_hot(logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, uniforms: Tensor) -> Verified:
-    """With N = 0 this is the plain draw of a token, so that plain and speculative decoding round alike."""
+    """Do what `acceptance_rules.one_hot` does.
+
+    With N = 0 it is the plain draw of a token, so that plain and speculative decoding round alike.
+    """
     return walk(sample_columns(logits, parents, depth, uniforms), tokens, parents, depth)
 
 

@@ -22,7 +22,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 @dataclass
-class Span:
+class DraftingSpan:
     """Slots `first` to `last` - 1 draft; their document begins at slot `text`."""
 
     text: int
@@ -52,7 +52,7 @@ class SpanTable:
 class DraftingSlots:
     """From the first slot of each document that is counted to its last one, in order."""
 
-    spans: list[Span]
+    spans: list[DraftingSpan]
     index: Tensor  # [R] int64 their places among all slots
 
     @classmethod
@@ -67,7 +67,7 @@ class DraftingSlots:
         texts, sizes = torch.unique_consecutive(begins, return_counts=True)
         ends = sizes.cumsum(0)
         edges = torch.stack([texts, counted_places[ends - sizes], counted_places[ends - 1] + 1], 1).tolist()
-        spans = [Span(*edge) for edge in edges]
+        spans = [DraftingSpan(*edge) for edge in edges]
         index = torch.cat([places[span.first : span.last] for span in spans] or [places[:0]])
         return cls(spans, index)
 
@@ -113,7 +113,7 @@ def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], slots
     return _UnrolledAttention.apply(slots, query, *text, *[tensor for pair in own for tensor in pair])
 
 
-def plain_unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[Span]) -> Tensor:
+def plain_unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], spans: list[DraftingSpan]) -> Tensor:
     """Compute all scores at once, R x S of them a head: the specification."""
     groups = query.shape[1] // text[0].shape[1]
     seen = torch.zeros(len(query), len(text[0]), dtype=torch.bool, device=query.device)
@@ -260,7 +260,7 @@ def _flash_backward(
     return grad_query, grad_key, grad_value
 
 
-def _pieces(spans: list[Span]) -> list[tuple[slice, list[tuple[slice, bool]]]]:
+def _pieces(spans: list[DraftingSpan]) -> list[tuple[slice, list[tuple[slice, bool]]]]:
     """Return the rows of each span, and the slots they see: all before the span, and causally those in it."""
     pieces, row = [], 0
     for span in spans:

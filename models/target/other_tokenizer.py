@@ -59,14 +59,14 @@ def pieces(text: bytes, own: dict[bytes, int], longest: int) -> list[int]:
 
     Bytes that the vocabulary lacks are passed over.
     """
-    found, place = [], 0
+    tokens, place = [], 0
     while place < len(text):
         ends = range(min(len(text), place + longest), place, -1)
         end = next((end for end in ends if text[place:end] in own), None)
         if end is not None:
-            found.append(own[text[place:end]])
+            tokens.append(own[text[place:end]])
         place = end or place + 1
-    return found
+    return tokens
 
 
 def specials(own: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> dict[int, int]:

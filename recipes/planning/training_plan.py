@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from draftsmith.data.progress import size_text
 from draftsmith.inference.planning.gpu_roofline import Machine
-from draftsmith.inference.planning.plans import GpuPlan, Traffic, TrainingPlan, TrainingWay
+from draftsmith.inference.planning.plans import DataFlow, GpuPlan, TrainingPlan, TrainingWay
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.shape import TargetShape
 from draftsmith.recipes.configs.command_settings import PlanSettings
@@ -117,8 +117,8 @@ def amount(num_bytes: float) -> str:
     return number(num_bytes / 1e12) if num_bytes else "–"
 
 
-def rate(traffic: Traffic) -> str:
-    return number(traffic.rate / 1e9) if traffic.rate else "–"
+def rate(flow: DataFlow) -> str:
+    return number(flow.rate / 1e9) if flow.rate else "–"
 
 
 def cheapest_text(training: TrainingPlan) -> str:

@@ -92,8 +92,8 @@ def read_traffic(source: str) -> list[Prompt]:
     if Path(source).suffix != ".log":
         bad = BadRows(ANY_SHARE)
         prompts = read_prompts(source, bad)
-        if bad.found:
-            notice(f"{source}: {len(bad.found)} rows give no prompt and are left out, the first: {bad.found[0].reason}")
+        if bad.rows:
+            notice(f"{source}: {len(bad.rows)} rows give no prompt and are left out, the first: {bad.rows[0].reason}")
         return prompts
     logged = [request.prompt for request in read_log(Path(source))]
     prompts = [prompt for prompt in logged if isinstance(prompt, Prompt)]

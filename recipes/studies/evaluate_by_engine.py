@@ -24,7 +24,7 @@ from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
 from draftsmith.recipes.evaluation.inputs import DEFAULT_REPEATS, load_head, read_prompt_sets
 from draftsmith.recipes.serving.export import is_training_free, write_drafter
-from draftsmith.train.engine.answers import Load
+from draftsmith.train.engine.answers import RequestSettings
 from draftsmith.train.engine.judging import ENGINE, PLAIN, EngineJudge, JudgeSettings
 from draftsmith.train.engine.restarted import COMMAND, ENGINE_LOG
 
@@ -84,7 +84,7 @@ def judged_rows(
     )
     repeats = settings.repeats or DEFAULT_REPEATS
     loads = [
-        Load(Sampling(temperature, settings.top_p), size, repeats)
+        RequestSettings(Sampling(temperature, settings.top_p), size, repeats)
         for temperature, size in product(settings.temperature, settings.batch_size)
     ]
     rows: dict[str, list[JudgedResult]] = {}

@@ -20,7 +20,6 @@ from draftsmith.models.reading import (
     parse_json,
     parse_yaml,
     read_json,
-    read_json_lines,
     read_lines,
     read_text,
     read_typed,
@@ -81,7 +80,7 @@ def test_json_that_is_none_is_one_line(tmp_path, name):
 @pytest.mark.parametrize("name", sorted(BAD_JSON.keys() - {"empty"}))
 def test_a_bad_line_is_named(tmp_path, name):
     (path := tmp_path / "x.jsonl").write_bytes(b'{"good": 1}\n\n' + BAD_JSON[name] + b"\n")
-    assert f"{path} line 3" in refusal(lambda path: list(read_json_lines(path)), path)
+    assert f"{path} line 3" in refusal(lambda path: [parse_json(line, place) for place, line in read_lines(path)], path)
 
 
 @pytest.mark.parametrize("name", BAD_YAML)
@@ -101,7 +100,12 @@ def test_yaml_of_many_open_brackets_is_not_parsed(text, monkeypatch):
 def test_what_cannot_be_opened_is_one_line(tmp_path):
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "nothing", tmp_path / "folder", tmp_path / ("x" * 300), Path("null\0byte")):
-        for read in (read_json, read_yaml, open_tensors, lambda path: list(read_json_lines(path))):
+        for read in (
+            read_json,
+            read_yaml,
+            open_tensors,
+            lambda path: [parse_json(line, place) for place, line in read_lines(path)],
+        ):
             assert refusal(read, path)
 
 

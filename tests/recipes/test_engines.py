@@ -24,6 +24,7 @@ from tiny_target import tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
+from draftsmith.data.http import Server
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.inference import SpeculativeDecoder
@@ -49,7 +50,7 @@ from draftsmith.recipes.serving.serve_commands import plugin_config, serve_comma
 from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, SpeculativeConfig, run_environment
 from draftsmith.recipes.watching import watch
 from draftsmith.train import train
-from draftsmith.train.engine.vllm_counters import Counters, read_counters, vllm_at
+from draftsmith.train.engine.vllm_counters import MEND, Counters, read_counters
 
 pytestmark = pytest.mark.engine
 STEPS = 30
@@ -352,11 +353,11 @@ def test_watching_a_running_server(
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             wait_for(url, server, folder / "server.log")
-            assert read_counters(vllm_at(url)) == Counters(accepted_per_position=(0,) * 4)
+            assert read_counters(Server(url, "watch", MEND)) == Counters(accepted_per_position=(0,) * 4)
             drafter = Ngram(NgramConfig(occurrence="earliest"))
             report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
             assert_agreement(report)
-            assert read_counters(vllm_at(url)) == report.engine.counters
+            assert read_counters(Server(url, "watch", MEND)) == report.engine.counters
             watch.run(WatchSettings(url=(url,), interval=0.1, readings=1), Console(width=120))
         finally:
             server.terminate()

@@ -24,7 +24,7 @@ from draftsmith.inference.planning.gpu_roofline import (
     dollars_per_million,
 )
 from draftsmith.inference.planning.gpus import GPUS
-from draftsmith.inference.planning.plans import GpuPlan, Traffic, TrainingWay
+from draftsmith.inference.planning.plans import DataFlow, GpuPlan, TrainingWay
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape, target_shape
@@ -157,13 +157,13 @@ def test_what_training_takes_grows_with_the_samples(training: Training) -> None:
         assert double[name].hours == pytest.approx(2 * way.hours, rel=1e-9)
         assert double[name].stored_bytes == 2 * way.stored_bytes
         for moved, twice in zip((way.disk, way.network, way.link), traffic_of(double[name]), strict=True):
-            assert twice == Traffic(pytest.approx(2 * moved.num_bytes), pytest.approx(moved.rate))
+            assert twice == DataFlow(pytest.approx(2 * moved.num_bytes), pytest.approx(moved.rate))
         assert double[name].memory_bytes == way.memory_bytes
     one = ways_of(replace(training, machine=Machine(GPUS["H100"])))
     assert one["online, whole"].gpu_hours == pytest.approx(ways_of(training)["online, whole"].gpu_hours)
 
 
-def traffic_of(way: TrainingWay) -> tuple[Traffic, Traffic, Traffic]:
+def traffic_of(way: TrainingWay) -> tuple[DataFlow, DataFlow, DataFlow]:
     return way.disk, way.network, way.link
 
 

@@ -31,7 +31,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.train import train
-from draftsmith.train.engine.answers import Load, ServerRun, stats_by_batch
+from draftsmith.train.engine.answers import RequestSettings, ServerRun, stats_by_batch
 from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings
 from draftsmith.train.engine.sglang_counters import SglangInfo, counters_of
 from draftsmith.train.engine.vllm_counters import Counters
@@ -39,7 +39,7 @@ from draftsmith.train.evaluation.budget import checkpoints_without_gain
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.run_folder.run_folder import best_measured, compared_rows, link_best
 
-LOAD = Load(Sampling(), batch_size=1, repeats=1)
+LOAD = RequestSettings(Sampling(), batch_size=1, repeats=1)
 NUM_NEW_TOKENS = 8
 
 

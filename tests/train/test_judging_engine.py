@@ -27,14 +27,14 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.serving.serve_commands import speculative_config
 from draftsmith.train import train
-from draftsmith.train.engine.answers import Load
+from draftsmith.train.engine.answers import RequestSettings
 from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 pytestmark = pytest.mark.engine
 KINDS = ("eagle3", "eagle", "draft_model")
 NUM_PROMPTS, NUM_NEW_TOKENS, DRAFT_LENGTH = 12, 48, 4
-LOAD = Load(Sampling(), batch_size=1, repeats=1)
+LOAD = RequestSettings(Sampling(), batch_size=1, repeats=1)
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def measured_server(endpoint: Endpoint, drafts: bool) -> MeasuredServer:
 
 
 @dataclass(frozen=True)
-class Load:
+class RequestSettings:
     """The requests of one measurement."""
 
     sampling: Sampling
@@ -83,7 +83,9 @@ class ServerRun:
         return sum(self.tokens) / sum(self.seconds)
 
 
-def run_on_server(server: MeasuredServer, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> ServerRun:
+def run_on_server(
+    server: MeasuredServer, prompts: PromptSet, load: RequestSettings, on_batch: Callable[[], None]
+) -> ServerRun:
     """Send all prompts once for texts and counters, then `load.repeats` times for times.
 
     So prompts lie in the prefix cache of every server alike when times are taken. Raises `UserError` where the server

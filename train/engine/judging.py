@@ -24,8 +24,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.files import real_path
 from draftsmith.models.typed_json import from_json
 from draftsmith.train.engine.answers import (
-    Load,
     MeasuredServer,
+    RequestSettings,
     ServerRun,
     compare_texts,
     measured_server,
@@ -78,7 +78,7 @@ class EngineJudge:
             self._meet(ENGINE, settings.url)
         for name, url in settings.beside.items():
             self._meet(name, url)
-        self._runs: dict[tuple[str, str, int, Load], ServerRun] = {}  # of the servers beside it
+        self._runs: dict[tuple[str, str, int, RequestSettings], ServerRun] = {}  # of the servers beside it
         self._swap_seconds: float | None = None
         self._start_seconds: float | None = None
 
@@ -144,7 +144,7 @@ class EngineJudge:
         self._swap_seconds = swap_drafter(served.endpoint.server, drafter)
 
     def measure(
-        self, prompts: PromptSet, loads: list[Load], on_batch: Callable[[], None]
+        self, prompts: PromptSet, loads: list[RequestSettings], on_batch: Callable[[], None]
     ) -> dict[str, list[JudgedResult]]:
         """Return a row for each load: of the drafter that the engine has now, and of those of the servers beside it.
 
@@ -159,13 +159,13 @@ class EngineJudge:
             if name != PLAIN
         }
 
-    def _run(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> ServerRun:
+    def _run(self, name: str, prompts: PromptSet, load: RequestSettings, on_batch: Callable[[], None]) -> ServerRun:
         key = name, prompts.name, len(prompts.token_ids), load
         if name == ENGINE or key not in self._runs:
             self._runs[key] = run_on_server(self._servers[name], prompts, load, on_batch)
         return self._runs[key]
 
-    def _row(self, name: str, prompts: PromptSet, load: Load, on_batch: Callable[[], None]) -> JudgedResult:
+    def _row(self, name: str, prompts: PromptSet, load: RequestSettings, on_batch: Callable[[], None]) -> JudgedResult:
         run = self._run(name, prompts, load, on_batch)
         by_batch = stats_by_batch(run, load.batch_size)
         total = total_of(by_batch)

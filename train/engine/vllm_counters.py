@@ -152,11 +152,6 @@ def read_version(server: Server) -> str:
         raise UserError(f"{server.name} does not say which vLLM it is ({error}): {MEND}") from None
 
 
-def vllm_at(url: str) -> Server:
-    """Return the vLLM that runs at `url` (http://HOST:PORT, with or without /metrics or /v1)."""
-    return Server(url, "watch", MEND)
-
-
 def read_counters(server: Server) -> Counters:
     """Return the counters of a server as they stand now. Raises `UserError` where it is silent or drafts nothing."""
     return parse_metrics(server.text("/metrics"))

@@ -13,7 +13,7 @@ from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.train.config import EvaluationConfig
-from draftsmith.train.engine.answers import Load
+from draftsmith.train.engine.answers import RequestSettings
 from draftsmith.train.engine.judging import ENGINE, PLAIN, JudgeSettings
 from draftsmith.train.engine.restarted import COMMAND, ENGINE_LOG
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
@@ -55,9 +55,9 @@ def file_beside(name: str) -> str:
     return f"evaluation.{name}.json"
 
 
-def loads_of(config: EvaluationConfig, repeats: int) -> list[Load]:
+def loads_of(config: EvaluationConfig, repeats: int) -> list[RequestSettings]:
     """Return the requests of one evaluation: one load for each temperature."""
-    return [Load(Sampling(temperature), config.batch_size, repeats) for temperature in config.temperatures]
+    return [RequestSettings(Sampling(temperature), config.batch_size, repeats) for temperature in config.temperatures]
 
 
 def judged_evaluations(

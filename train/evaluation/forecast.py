@@ -105,22 +105,22 @@ def quantiles(values: Floats) -> tuple[float, float, float]:
     return median, low, high
 
 
-def forecast_text(found: Forecast) -> str:
+def forecast_text(predicted: Forecast) -> str:
     """Return a line on what a run will reach, and whether a longer one pays."""
-    pays = found.gain_low > 2 * found.noise
+    pays = predicted.gain_low > 2 * predicted.noise
     return (
-        f"forecast by step {found.step}: on held-out samples the acceptance length will be {found.text} at the end, "
-        f"step {found.num_steps} (90 % interval); twice the steps would bring {found.gain:.2f} [{found.gain_low:.2f}, "
-        f"{found.gain_high:.2f}] more, "
+        f"forecast by step {predicted.step}: on held-out samples the acceptance length will be {predicted.text} at the "
+        f"end, step {predicted.num_steps} (90 % interval); twice the steps would bring {predicted.gain:.2f} "
+        f"[{predicted.gain_low:.2f}, {predicted.gain_high:.2f}] more, "
         + ("which pays" if pays else "which may be no more than noise")
-        + ("" if found.known else "; the runs that it goes by were not so far by then, or farther: trust it little")
+        + ("" if predicted.known else "; the runs that it goes by were not so far by then, or farther: trust it little")
     )
 
 
-def outcome_text(found: Forecast, reached: float) -> str:
+def outcome_text(predicted: Forecast, reached: float) -> str:
     """Return a line on what came of a forecast."""
-    within = "within" if found.low <= reached <= found.high else "outside of"
+    within = "within" if predicted.low <= reached <= predicted.high else "outside of"
     return (
-        f"the acceptance length on held-out samples is {reached:.2f}, {within} the forecast of step {found.step}: "
-        f"{found.text}"
+        f"the acceptance length on held-out samples is {reached:.2f}, {within} the forecast of step {predicted.step}: "
+        f"{predicted.text}"
     )

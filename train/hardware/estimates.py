@@ -46,7 +46,7 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """The needs of one run, its target and drafter whole on each device."""
 
     operations: float  # of the whole run
@@ -72,7 +72,7 @@ def estimate(
     bytes_per_value: int = 2,
     on_gpu: bool = True,
     weights: TargetWeights | None = None,
-) -> Estimate:
+) -> RunEstimate:
     """Return what a recipe takes for a target of this shape.
 
     `tokens_per_sample` counts prompt and answer. `drafter` was built by the recipe; without it, one is built without
@@ -95,7 +95,7 @@ def estimate(
         draft_vocab_size = None if ids is None else len(ids)
         tokens_at_once = config.data.tokens_per_micro_batch
         logits = bytes_per_value * num_logits(text.vocab_size, draft_vocab_size, passes, tokens_at_once)
-    return Estimate(
+    return RunEstimate(
         operations=tokens * operations_per_token(config, weights, drafter),
         ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
         layer_bytes=bytes_per_value * weights.weights_of_layers,

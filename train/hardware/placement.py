@@ -17,7 +17,7 @@ from draftsmith.models.devices import default_dtype
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.shape import target_weights
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import Estimate, estimate
+from draftsmith.train.hardware.estimates import RunEstimate, estimate
 from draftsmith.train.hardware.layouts import drafter_share, layout_of
 
 
@@ -76,7 +76,7 @@ def shares_of_layers(config: TrainConfig, accelerator: Accelerator, target: Targ
     return [1 / accelerator.num_processes if config.run.target_placement == "sharded" else 1.0]
 
 
-def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> Estimate:
+def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> RunEstimate:
     """Return what a run takes if all of it lies on one device. `target` has no weights.
 
     A drafter that starts from files is not counted: only they tell its size.

@@ -16,11 +16,11 @@ from transformers import PretrainedConfig
 from draftsmith.data.features.endpoint import serve_options
 from draftsmith.data.features.stored import token_bytes
 from draftsmith.inference.planning.gpu_roofline import Machine, TargetTimes
-from draftsmith.inference.planning.plans import Traffic, TrainingPlan, TrainingWay
+from draftsmith.inference.planning.plans import DataFlow, TrainingPlan, TrainingWay
 from draftsmith.models import Drafter
 from draftsmith.models.target.shape import TargetShape
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import UTILISATION, Estimate, estimate, num_trained
+from draftsmith.train.hardware.estimates import UTILISATION, RunEstimate, estimate, num_trained
 
 Features = Literal["online", "stored", "streamed"]
 Placement = Literal["whole", "in pieces", "in turn", "by a vLLM"]
@@ -109,7 +109,7 @@ class Training:
         hidden_size = self.target_config.get_text_config().hidden_size
         return token_bytes(len(self.drafter.layer_ids) + 1, hidden_size, self.config.data.features_dtype)
 
-    def needs(self, features: Features) -> Estimate:
+    def needs(self, features: Features) -> RunEstimate:
         """Return what training takes by `estimate`."""
         micro_batch = self.tokens_per_micro_batch
         data = replace(
@@ -205,10 +205,10 @@ def training_way(training: Training, features: Features, placement: Placement, p
     )
 
 
-def traffic(num_bytes: list[float], phases: list[Phase]) -> Traffic:
+def traffic(num_bytes: list[float], phases: list[Phase]) -> DataFlow:
     """Return the bytes of all phases, and the highest rate that keeps the products of any of them going."""
     rates = (moved / phase.products for moved, phase in zip(num_bytes, phases, strict=True))
-    return Traffic(sum(num_bytes), max(rates))
+    return DataFlow(sum(num_bytes), max(rates))
 
 
 def trained(training: Training, features: Features, placement: Placement) -> Phase:

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StoredDrafter:
-    """The drafter that config.yaml names."""
+class StoredKind:
+    """The kind of drafter that config.yaml names."""
 
     kind: str
 
@@ -49,7 +49,7 @@ class StoredRun:
     """The part of config.yaml that is read again: by reports, by model cards, and by a run that goes on."""
 
     target: str
-    drafter: StoredDrafter
+    drafter: StoredKind
     data: StoredData
     run: StoredSteps
     optimizer: StoredOptimizer = StoredOptimizer()
