@@ -251,7 +251,7 @@ def result_of(
         domains=domain_results(prompts, stats, outputs, plain) if any(prompts.domains) else None,
         spans=span_results(target, prompts, outputs, total.draft_length),
         requests=[
-            RequestCounts(len(prompt), len(answer), own.num_rounds)
+            RequestCounts(len(prompt), len(answer), int(own.num_rounds))
             for prompt, answer, own in zip(prompts.token_ids, answers_of(outputs), stats, strict=True)
         ],
     )

@@ -150,7 +150,7 @@ def tokens_of_pass(tokens: int) -> Terms:
 def pass_terms(nodes: int, batch: int, context: int, tree: bool) -> Terms:
     """Return how often a pass of the target pays each term."""
     tokens = batch * (nodes + 1)
-    attention = {"row x context": batch * context, "token x context": tokens * context}
+    attention: Terms = {"row x context": batch * context, "token x context": tokens * context}
     for width in SLOW_WIDTHS:
         attention[f"row x context, {width} tokens"] = float(nodes + 1 == width) * batch * context
     drafts = {"drafts": float(nodes > 0), "draft token": batch * nodes}

@@ -35,7 +35,8 @@ def main(words: Sequence[str] | None = None) -> None:
 def load(name: str) -> Any:
     """Return a model in the type that its weights are stored in, on a GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return model.to(device).eval()
 
 
 def generate(target: Any, prompt: Any, assistant: Any, draft_length: int, max_new_tokens: int, ngrams: int | None):
