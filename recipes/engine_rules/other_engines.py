@@ -28,7 +28,7 @@ from draftsmith.recipes.engine_rules.engine_key_names import (
     LoaderRules,
 )
 
-TRANSFORMERS = "transformers 5.17 to 5.23"
+TRANSFORMERS = "transformers 5.23.0"
 LLAMA_CPP = "llama.cpp as in llama-cpp-python 0.3.36"
 TENSORRT_LLM = "TensorRT-LLM at 00679c6"
 
