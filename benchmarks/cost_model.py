@@ -1,19 +1,20 @@
-"""Predicted against measured speedup, on settings that the cost model was not fitted on.
+"""Predicted against measured speedup, at settings that the cost model was not fitted on, for every kind of drafter.
 
-    python benchmarks/cost_model.py RUNS [--kinds hydra,medusa,eagle3,draft_model] [--out docs/cost_model.png]
+    python benchmarks/cost_model.py FOLDER [--thread-time] [--kinds ...] [--batches ...] [--contexts ...]
 
-RUNS is the folder of benchmarks/families.py, with a checkpoint of each kind and held_out.jsonl. Writes
-benchmarks/results/cost_model.txt and the figure. The rounds that each request takes are those measured, so that what is
-compared is the costs alone. Each of `--visits` fits the costs anew and measures all settings anew; their means are
-compared, and how far the visits lie apart is the noise of both, which no prediction can be better than. Decoding
-computes with one thread; `--thread-time` counts the time of that thread instead of the wall's, for a machine that does
-other things too.
+Costs of each drafter are fitted once, as `evaluate` does; then chains and trees are measured beside plain decoding at
+each batch size, context and draft length, and each row is given its `predicted_speedup`. A fit knows other contexts
+than those, and draft lengths that are powers of 2. Costs do not depend on what a drafter has learned: trained kinds are
+used as they are made, and their chains accept each token with chance 0.6 by draw, whatever they say. Lookups and
+cascades accept what they find in real text. FOLDER keeps costs and rows: give the same command again to go on.
+`--thread-time` counts the time of the computing thread instead of the wall's, for a machine that does other things too.
 """
 
 import argparse
+import json
 import time
-from dataclasses import dataclass
-from math import erf, sqrt
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -24,200 +25,226 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from draftsmith.data.prompts.prompts import read_prompt_set
-from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
+from draftsmith.inference.decoding.counters import Interval
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
-from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
-from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
+from draftsmith.inference.measuring.results import Result
+from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs, usual_tree
+from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.inference.planning.predictions import with_prediction
+from draftsmith.models import Drafter, Target, load_drafter, save_drafter
+from draftsmith.models.reading import read_typed
+from draftsmith.models.typed_json import to_json
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.quickstart.budget import new_drafter
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 
-ROOT = Path(__file__).resolve().parent.parent
-BATCHES, LENGTHS = (1, 2, 3, 6, 12), (3, 5, 7)  # the fit takes 1, 2, 4, 8, 16 and 1, 2, 4, 8
-PARTS, REPEATS = 3, 2  # batches of prompts, at most; runs of a visit, after one to warm up
+PROMPTS = Path(__file__).resolve().parent / "results" / "held_out_40.jsonl"
+KINDS = (
+    *("eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model", "dflash", "dspark", "domino"),
+    *("ngram", "suffix", "suffix+medusa", "suffix+eagle3"),
+)
+RATE = 0.6  # of acceptance, of the chains of trained kinds
+TREE_NODES, TREE_DEPTH = 16, 4
+NEW_TOKENS, BATCHES_TIMED, REPEATS = 24, 4, 3
 
 
-@dataclass
-class Times:
-    """The milliseconds of one setting in each visit, predicted and measured, summed over batches of prompts."""
-
-    predicted: list[float]
-    measured: list[float]
-    tokens: int = 0
-    rounds: int = 0  # of the request with the most in each batch of prompts
-
-
-@dataclass
+@dataclass(frozen=True)
 class ComparedSetting:
     """A setting with its predicted and its measured speedup."""
 
-    kind: str
+    drafter: str
+    draft: str
     batch: int
-    draft_length: int
-    acceptance_length: float
-    predictions: list[float]  # speedup, by the fit of each visit
-    visits: list[float]  # measured speedup in each
-
-    @property
-    def predicted(self) -> float:
-        return float(np.mean(self.predictions))
-
-    @property
-    def measured(self) -> float:
-        return float(np.mean(self.visits))
+    context: int
+    tokens_a_round: float
+    predicted: float
+    predicted_ci95: Interval
+    measured: float
+    measured_ci95: Interval
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
 
     @property
-    def noise(self) -> float:
-        """Standard error of the error, from how far the visits lie apart."""
-        return sqrt(standard_error(self.predictions) ** 2 + standard_error(self.visits) ** 2)
+    def is_explained(self) -> bool:
+        """Whether the error is within the goal, or the intervals of both overlap."""
+        if abs(self.error) <= GOAL:
+            return True
+        if self.predicted_ci95 is None or self.measured_ci95 is None:
+            return False
+        return self.predicted_ci95[0] <= self.measured_ci95[1] and self.measured_ci95[0] <= self.predicted_ci95[1]
 
 
-def standard_error(values: list[float]) -> float:
-    """Return the standard error of the mean, relative to it."""
-    return float(np.std(values, ddof=1) / sqrt(len(values)) / np.mean(values))
+# --- what is measured
 
 
-def decode(
-    decoder: SpeculativeDecoder, draft_length: int, prompts: list[list[int]], new: int
-) -> tuple[float, list[int]]:
-    """Return the milliseconds from the first token on, and the rounds of each request."""
-    settings = resolve_settings(decoder.drafter, check_sampling(0, 1, 0), new, draft_length, stop_at_eos=False)
-    generation = decoder.start(prompts, settings)
-    generation.step()
-    start = time.perf_counter()
-    while generation.running():
-        generation.step()
-    return (time.perf_counter() - start) * 1000, [int(request.stats.num_rounds) for request in generation.requests]
+def drafter_named(name: str, target: Target, folder: Path) -> Drafter:
+    """Return a drafter without training, of the sizes of the quickstart; trained kinds are kept for cascades."""
+    lookup, _, kind = name.rpartition("+")
+    if kind in ("ngram", "suffix"):
+        return load_drafter(name, target)
+    path = folder / "drafters" / kind
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_drafter(new_drafter(RECIPES[f"quickstart_{kind}"](), target), path)
+    return load_drafter(f"{lookup}+{path}" if lookup else path, target)
 
 
-def profiles(prompts: list[list[int]], rounds: list[int], new: int) -> list[RequestProfile]:
-    return [RequestProfile(len(prompt), new - 1, count) for prompt, count in zip(prompts, rounds, strict=True)]
+def texts_of(target: Target, context: int, count: int) -> PromptSet:
+    """Return prompts of about so many tokens: begun functions one behind the other, cut at different lengths."""
+    functions = read_prompt_set(str(PROMPTS), target, None, NEW_TOKENS).token_ids
+    texts = []
+    for place in range(count):
+        text: list[int] = []
+        while len(text) < context:
+            text += functions[(place + len(text)) % len(functions)]
+        texts.append(text[: context - place % 4 * context // 8])
+    return PromptSet(f"context {context}", texts)
 
 
-def rows_of(
-    kind: str, drafter: Drafter, target: Target, visits: int, seconds: float, prompts: list[list[int]], new: int
-) -> list[ComparedSetting]:
-    """Return the predicted and measured speedup of each setting.
+def drafts_of(drafters: dict[str, Drafter], lengths: list[int]) -> Iterator[tuple[str, MeasureSettings, list[str]]]:
+    """Yield each draft with its settings and the drafters that can make it."""
+    trained = [name for name, drafter in drafters.items() if drafter.trainable()]
+    for length in lengths:
+        able = [name for name, one in drafters.items() if (one.max_draft_length or length) >= length]
+        drawn = MeasureSettings(draft=length, verification_mode="synthetic", synthetic_rates=(RATE,) * length)
+        yield f"chain of {length}", drawn, [name for name in able if name in trained]
+        yield f"chain of {length}", MeasureSettings(draft=length), [name for name in able if name not in trained]
+    tree = MeasureSettings(draft=usual_tree(TREE_NODES, TREE_DEPTH))
+    deep = [name for name, one in drafters.items() if one.can_branch and (one.max_draft_length or 9) >= TREE_DEPTH]
+    yield f"tree of {TREE_NODES}", tree, deep
 
-    Each visit fits the costs and then measures. The settings of one batch size take turns, plain decoding among them.
-    """
-    most = drafter.max_draft_length or max(LENGTHS)
-    lengths = [0, *(length for length in LENGTHS if length <= most)]
-    plain = SpeculativeDecoder(target, load_drafter("none", target))
-    decoders = {length: SpeculativeDecoder(target, drafter) if length else plain for length in lengths}
-    zeros = [0.0] * visits
-    times_of = {(batch, length): Times(zeros.copy(), zeros.copy()) for batch in BATCHES for length in lengths}
-    for visit in range(visits):
-        costs = measure_costs(target, drafter, CostRange(batch=16, context=160, seconds=seconds), kind)
-        for batch in BATCHES:
-            for start in range(0, min(len(prompts), PARTS * batch), batch):
-                part = prompts[start : start + batch]
-                for length, taken in run_in_turns(decoders, part, new).items():
-                    times = times_of[batch, length]
-                    rounds = taken[0][1] if length else [new - 1] * len(part)
-                    predicted = batch_milliseconds(costs, length, profiles(part, rounds, new), drops_rows=True)
-                    times.predicted[visit] += predicted
-                    times.measured[visit] += float(np.median([milliseconds for milliseconds, _ in taken]))
-                    times.tokens, times.rounds = times.tokens + new - 1, times.rounds + max(rounds)
-    rows = []
-    for (batch, length), times in times_of.items():
-        if length:
-            base = times_of[batch, 0]
-            speedups = [
-                [plain_ms / ms for plain_ms, ms in zip(of_plain, of_rounds, strict=True)]
-                for of_plain, of_rounds in ((base.predicted, times.predicted), (base.measured, times.measured))
-            ]
-            rows.append(ComparedSetting(kind, batch, length, times.tokens / times.rounds, *speedups))
+
+def compared(name: str, draft: str, context: int, row: Result) -> ComparedSetting | None:
+    """Return a row with its prediction; None where nothing was drafted."""
+    if row.predicted_speedup is None:
+        return None
+    return ComparedSetting(
+        name,
+        draft,
+        row.setting.batch_size,
+        context,
+        row.tokens_a_round,
+        row.predicted_speedup,
+        row.predicted_speedup_ci95,
+        row.speed.speedup,
+        row.speed.speedup_ci95,
+    )
+
+
+def costs_of(name: str, drafter: Drafter, target: Target, folder: Path, reach: CostRange) -> Costs:
+    """Return the costs in the folder, measured where they are not there yet."""
+    path = folder / "costs" / f"{name}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(to_json(measure_costs(target, drafter, reach, name))))
+        print(f"{name}: costs measured", flush=True)
+    return read_typed(Costs, path)
+
+
+def measure_all(args: argparse.Namespace, target: Target) -> list[ComparedSetting]:
+    """Measure what is not in the folder yet, and return all rows in it."""
+    drafters = {name: drafter_named(name, target, args.folder) for name in args.kinds}
+    reach = CostRange(max(args.batches), max(args.contexts), 8, TREE_NODES, args.seconds)
+    costs = {name: costs_of(name, drafter, target, args.folder, reach) for name, drafter in drafters.items()}
+    path = args.folder / "rows.jsonl"
+    rows = [ComparedSetting(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+    done = {(row.drafter, row.draft, row.batch, row.context) for row in rows}
+    for context in args.contexts:
+        for batch in args.batches:
+            prompts = texts_of(target, context, BATCHES_TIMED * batch)
+            for draft, settings, names in drafts_of(drafters, args.lengths):
+                chosen = {name: drafters[name] for name in names if (name, draft, batch, context) not in done}
+                if not chosen:
+                    continue
+                timed = replace(settings, batch_size=batch, max_new_tokens=NEW_TOKENS, repeats=REPEATS)
+                measured = measure(target, chosen, prompts, timed)
+                new = [
+                    compared(name, draft, context, with_prediction(row, costs[name])) for name, row in measured.items()
+                ]
+                with path.open("a") as file:
+                    file.writelines(json.dumps(asdict(row)) + "\n" for row in new if row)
+                rows += [row for row in new if row]
+                print(f"context {context}, batch {batch}, {draft}: {len(chosen)} drafters", flush=True)
     return rows
 
 
-def run_in_turns(
-    decoders: dict[int, SpeculativeDecoder], prompts: list[list[int]], new: int
-) -> dict[int, list[tuple[float, list[int]]]]:
-    taken: dict[int, list[tuple[float, list[int]]]] = {length: [] for length in decoders}
-    for _ in range(REPEATS + 1):
-        for length, decoder in decoders.items():
-            taken[length].append(decode(decoder, length, prompts, new))
-    return {length: runs[1:] for length, runs in taken.items()}
+# --- what is shown
 
 
 def table(rows: list[ComparedSetting]) -> list[str]:
-    heads = f"{'batch':>5} {'K':>3} {'length':>7} {'predicted':>9} {'measured':>9} {'error':>7} {'noise':>6}"
-    lines = [f"{'drafter':<12} {heads}"]
-    for row in rows:
-        speedups = f"{row.acceptance_length:>7.2f} {row.predicted:>9.2f} {row.measured:>9.2f}"
-        errors = f"{row.error:>+7.1%} {row.noise:>6.1%}"
-        lines.append(f"{row.kind:<12} {row.batch:>5} {row.draft_length:>3} {speedups} {errors}")
+    """Return a line for each setting, then summaries by drafter, draft, batch size and context, and of all."""
+    heads = f"{'batch':>5} {'context':>7} {'tokens':>6} {'predicted':>9} {'measured':>8} {'error':>7}"
+    lines = [f"{'drafter':<15} {'draft':<11} {heads}"]
+    for row in sorted(rows, key=lambda row: (row.drafter, row.draft, row.context, row.batch)):
+        numbers = f"{row.tokens_a_round:>6.2f} {row.predicted:>9.2f} {row.measured:>8.2f} {row.error:>+7.1%}"
+        lines.append(f"{row.drafter:<15} {row.draft:<11} {row.batch:>5} {row.context:>7} {numbers}")
+    parts: list[Callable[[ComparedSetting], str]] = [
+        lambda row: row.drafter,
+        lambda row: row.draft,
+        lambda row: f"batch size {row.batch}",
+        lambda row: f"context {row.context}",
+        lambda row: "all",
+    ]
     lines.append("")
-    for kind in [*dict.fromkeys(row.kind for row in rows), "all"]:
-        chosen = [row for row in rows if kind in (row.kind, "all")]
-        sizes = np.abs([row.error for row in chosen])
-        within = f"within 5 % at {(sizes <= 0.05).mean():.0%}"
-        quantiles = f"median {np.median(sizes):.1%}, 90th percentile {np.quantile(sizes, 0.9):.1%}"
-        floor = np.mean([erf(0.05 / sqrt(2) / max(row.noise, 1e-9)) for row in chosen])
-        noise = f"noise: median {np.median([row.noise for row in chosen]):.1%}, with which"
-        lines.append(
-            f"{kind:<12} {len(chosen):>3} settings; error: {quantiles}, {within}; "
-            f"{noise} exact predictions would be within 5 % at {floor:.0%}"
-        )
+    for part in parts:
+        for name in dict.fromkeys(map(part, rows)):
+            lines.append(summary(name, [row for row in rows if part(row) == name]))
     return lines
 
 
+def summary(name: str, rows: list[ComparedSetting]) -> str:
+    errors = np.array([row.error for row in rows])
+    sizes = np.abs(errors)
+    return (
+        f"{name:<15} {len(rows):>4} settings; error: mean {errors.mean():+.1%}, median size {np.median(sizes):.1%}, "
+        f"90th percentile {np.quantile(sizes, 0.9):.1%}; within {GOAL:.0%} at {(sizes <= GOAL).mean():.0%}, "
+        f"or within both intervals at {np.mean([row.is_explained for row in rows]):.0%}"
+    )
+
+
 def draw(rows: list[ComparedSetting], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(5, 5))
-    for kind in dict.fromkeys(row.kind for row in rows):
-        chosen = [row for row in rows if row.kind == kind]
-        spread = [row.measured * standard_error(row.visits) for row in chosen]
-        fits = [row.predicted * standard_error(row.predictions) for row in chosen]
-        x, y = [row.measured for row in chosen], [row.predicted for row in chosen]
-        axes.errorbar(x, y, fits, spread, label=kind, fmt="o", markersize=4, elinewidth=0.8)
+    """Draw measured against predicted speedups, a colour for each drafter."""
+    figure, axes = plt.subplots(figsize=(5.5, 5.5))
+    for name in dict.fromkeys(row.drafter for row in rows):
+        chosen = [row for row in rows if row.drafter == name]
+        axes.plot([row.measured for row in chosen], [row.predicted for row in chosen], "o", markersize=3, label=name)
     line = np.array([0.95 * min(*axes.get_xlim(), *axes.get_ylim()), max(*axes.get_xlim(), *axes.get_ylim())])
     axes.plot(line, line, color="black", linewidth=0.8)
     axes.fill_between(line, 0.95 * line, 1.05 * line, color="grey", alpha=0.2, label="within 5 %")
-    axes.set(
-        xlabel="measured speedup (bars: standard errors over visits)", ylabel="predicted speedup", xlim=line, ylim=line
-    )
+    axes.set(xlabel="measured speedup", ylabel="predicted speedup", xlim=line, ylim=line)
     axes.set_aspect("equal")
-    axes.legend()
+    axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path)
-    parser.add_argument("--kinds", default="hydra,medusa,eagle3,draft_model")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "cost_model.png")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "cost_model.txt")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=12, help="of measuring costs, about, for each drafter")
-    parser.add_argument("--visits", type=int, default=3)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[32, 128, 360])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[3, 5, 7])
+    parser.add_argument("--seconds", type=float, default=20, help="of measuring costs, about, for each drafter")
     parser.add_argument("--thread-time", action="store_true")
     args = parser.parse_args()
     if args.thread_time:
         time.perf_counter = time.thread_time  # what the decoder's own clock reads, too
-    rows: list[ComparedSetting] = []
+    args.folder.mkdir(parents=True, exist_ok=True)
     with cpu_threads(1):
         target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
-        held_out = str(args.runs / "held_out.jsonl")
-        prompts = read_prompt_set(held_out, target, max(BATCHES), args.new_tokens).token_ids
         env = environment(target)
-        for kind in args.kinds.split(","):
-            (checkpoint,) = sorted((args.runs / kind / "checkpoints").glob("step-*"))[-1:]
-            drafter = load_drafter(checkpoint, target)
-            rows += rows_of(kind, drafter, target, args.visits, args.seconds, prompts, args.new_tokens)
-            print(f"{kind}: done", flush=True)
+        rows = measure_all(args, target)
     clock = "time of the computing thread" if args.thread_time else "wall time"
     head = f"{env.command}, {env.device}, 1 thread, {clock}, commit {env.git_commit}"
     text = "\n".join([head, "", *table(rows)]) + "\n"
-    args.results.write_text(text)
+    (args.folder / "cost_model.txt").write_text(text)
+    draw(rows, args.folder / "cost_model.png")
     print(text)
-    draw(rows, args.out)
 
 
 if __name__ == "__main__":
