@@ -5,8 +5,8 @@
 Costs of each drafter are fitted once, as `evaluate` does; then chains and trees are measured beside plain decoding at
 each batch size, context and draft length, and each row is given its `predicted_speedup`. A fit knows other contexts
 than those, and draft lengths that are powers of 2. Costs do not depend on what a drafter has learned: trained kinds are
-used as they are made, and their chains accept each token with chance 0.6 by draw, whatever they say. Lookups and
-cascades accept what they find in real text. FOLDER keeps costs and rows: give the same command again to go on.
+used as they are made, and hardly anything of theirs is accepted. Lookups and cascades accept what they find in real
+text. FOLDER keeps costs and rows: give the same command again to go on.
 `--thread-time` counts the time of the computing thread instead of the wall's, for a machine that does other things too.
 """
 
@@ -45,7 +45,6 @@ KINDS = (
     *("eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model", "dflash", "dspark", "domino"),
     *("ngram", "suffix", "suffix+medusa", "suffix+eagle3"),
 )
-RATE = 0.6  # of acceptance, of the chains of trained kinds
 TREE_NODES, TREE_DEPTH = 16, 4
 NEW_TOKENS, BATCHES_TIMED, REPEATS = 24, 4, 3
 
@@ -107,12 +106,9 @@ def texts_of(target: Target, context: int, count: int) -> PromptSet:
 
 def drafts_of(drafters: dict[str, Drafter], lengths: list[int]) -> Iterator[tuple[str, MeasureSettings, list[str]]]:
     """Yield each draft with its settings and the drafters that can make it."""
-    trained = [name for name, drafter in drafters.items() if drafter.trainable()]
     for length in lengths:
         able = [name for name, one in drafters.items() if (one.max_draft_length or length) >= length]
-        drawn = MeasureSettings(draft=length, verification_mode="synthetic", synthetic_rates=(RATE,) * length)
-        yield f"chain of {length}", drawn, [name for name in able if name in trained]
-        yield f"chain of {length}", MeasureSettings(draft=length), [name for name in able if name not in trained]
+        yield f"chain of {length}", MeasureSettings(draft=length), able
     tree = MeasureSettings(draft=usual_tree(TREE_NODES, TREE_DEPTH))
     deep = [name for name, one in drafters.items() if one.can_branch and (one.max_draft_length or 9) >= TREE_DEPTH]
     yield f"tree of {TREE_NODES}", tree, deep

@@ -16,8 +16,8 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, Shape, StaticTree, likeliest_tree
 
-VISIT = 4  # rounds of a setting in a row, the first of them not counted
-LEAST_VISITS, MOST_VISITS = 4, 12
+VISIT = 8  # rounds of a setting in a row, the first of them not counted
+LEAST_VISITS, MOST_VISITS = 2, 6
 MOST_ROUNDS = VISIT * MOST_VISITS
 TREE_SIZES, TREE_SIZES_BETWEEN = (4, 16, 64), (8, 32)  # nodes of trees to fit on, and to test the fit on
 USUAL_ACCURACIES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01]] * 8  # by depth and rank, for the shape of a tree
@@ -161,8 +161,8 @@ def time_rounds(
     begin = time.perf_counter()
     for visit in range(1, MOST_VISITS + 1):
         for places in groups.values():
-            for _ in range(VISIT):
-                for place in places:
+            for place in places:
+                for _ in range(VISIT):  # in a row: after another setting's round the processor's caches are cold
                     timed[place].step()
         done = max(visit / MOST_VISITS, (time.perf_counter() - begin) / seconds)
         on_progress(min(1.0, done))
