@@ -30,7 +30,7 @@ def test_times_are_those_of_vllm_bench_serve(tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     log, ours, theirs = tmp_path / "vllm.log", [], []
-    options = ("--max-model-len", "1024", "--max-num-seqs", "8", "--enable-log-requests")
+    options = ("--max-model-len", "512", "--max-num-seqs", "8", "--enable-log-requests")
     with serving(str(EMBEDDED_TARGET), log, *options, VLLM_LOGGING_LEVEL="DEBUG") as url:
         for turn in range(TURNS):
             out = tmp_path / f"ours-{turn}"
