@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
@@ -44,6 +44,42 @@ def ranking(counts: Tensor, eos_token_ids: list[int]) -> Tensor:
     ranks = counts.clone()
     ranks[eos_token_ids] = counts.max() + 1
     return ranks
+
+
+def highest_ranked(counts: Tensor, size: int) -> Tensor:
+    """Return the ids of the `size` tokens with the highest counts [V], rising; of equal counts the lower ids."""
+    return torch.sort(counts, descending=True, stable=True).indices[:size].sort().values
+
+
+def add_map(drafter: nn.Module, size: int, vocab_size: int) -> None:
+    """Give a drafter the two buffers by which engines map a draft vocabulary, of the first `size` tokens at first.
+
+    `d2t` [Vd] int64 holds target id less draft id, and `t2d` [V] bool marks the tokens of the draft vocabulary.
+    """
+    drafter.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+    drafter.register_buffer("t2d", torch.arange(vocab_size) < size)
+
+
+def mapped_ids(d2t: Tensor) -> Tensor:
+    """Return the target ids [Vd] of a draft vocabulary by its map."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def fit_map(drafter: nn.Module, head: nn.Linear, counts: Tensor, target: Target) -> None:
+    """Choose the tokens with the highest counts [V]; the head starts as their rows of the target's own."""
+    d2t, t2d = drafter.get_buffer("d2t"), drafter.get_buffer("t2d")
+    token_ids = highest_ranked(counts, len(d2t)).cpu()
+    d2t.copy_(token_ids - torch.arange(len(d2t)))
+    t2d.zero_()[token_ids.to(t2d.device)] = True
+    vars(drafter).pop("draftable", None)
+    copy_head(head, target, token_ids)
+
+
+@torch.no_grad()
+def copy_head(head: nn.Linear, target: Target, token_ids: Tensor | None) -> None:
+    """Copy the target's output matrix, or its rows of some tokens [Vd], into a head."""
+    weight = target.head_weight()
+    head.weight.copy_(weight if token_ids is None else weight[token_ids.to(weight.device)])
 
 
 def vocabulary_hash(token_ids: Tensor) -> str:

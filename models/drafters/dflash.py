@@ -12,10 +12,10 @@ Shapes: B rows, T tokens, M anchors of a row, R rows of a block, K depths, H hid
 D head width, V target vocabulary, Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,15 @@ from draftsmith.models.drafter_parts.decoder_layer import (
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
-from draftsmith.models.drafter_parts.vocabulary import draft_ids, mask_token_of, too_large
+from draftsmith.models.drafter_parts.vocabulary import (
+    add_map,
+    copy_head,
+    draft_ids,
+    fit_map,
+    mapped_ids,
+    mask_token_of,
+    too_large,
+)
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, checkpoint_tensors, made_anew, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
@@ -51,6 +59,7 @@ from draftsmith.models.slots.row_attention import MOST_PAIRS, part_size
 from draftsmith.models.slots.window import Window
 from draftsmith.models.target.target import Features, Target, check_layer_ids
 
+D = TypeVar("D", bound="DFlash")
 SHORT_TEXT = 64  # tokens; blocks of no more rows than this cost less together than apart
 DECAY_LENGTH = 4.0  # of position weights; the paper has it for blocks of 8, and 7 for blocks of 16
 
@@ -92,8 +101,7 @@ class DFlash(Drafter):
         self.drafts_by_target_head = vocab == target.vocab_size
         if vocab < target.vocab_size:
             self.lm_head = nn.Linear(width, vocab, bias=False)
-            self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
+            add_map(self, vocab, target.vocab_size)
 
     def new_layer(self, window: int | None) -> BlockLayer:
         return BlockLayer(self.layer_config, self.config.key_norm, window)
@@ -103,10 +111,10 @@ class DFlash(Drafter):
         return None if layer in self.config.full_layers else self.config.sliding_window
 
     @classmethod
-    def from_target(cls, config: DFlashConfig, target: Target) -> "DFlash":
-        """Return layers on the highest layer read, and the rows of the target's head that it drafts by.
+    def from_target(cls: type[D], config: DFlashConfig, target: Target) -> D:
+        """Return a drafter that begins with the highest layer read and ends with its rows of the target's head.
 
-        The layers are random or, as `starting_layers` says, copies of the target's last ones, in their order.
+        Between them stand random layers or, as `starting_layers` says, copies of the target's last ones, in order.
         """
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
         randomize(drafter)
@@ -114,35 +122,29 @@ class DFlash(Drafter):
             start_as_target([*drafter.block_layers()], drafter.norm, target)
         width = target.hidden_size
         drafter.fc.weight.data[:, -width:] += torch.eye(width)
-        drafter._copy_head(torch.arange(config.draft_vocab_size or target.vocab_size))
+        if drafter.lm_head is not None:
+            copy_head(drafter.lm_head, target, torch.arange(drafter.lm_head.out_features))
+        drafter.start_own_parts()
         return drafter
+
+    def start_own_parts(self) -> None:
+        """Give the parts that a family adds to DFlash weights by which they change nothing at first."""
 
     def fit_vocabulary(self, counts: Tensor) -> None:
         """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
-        if self.lm_head is None:
-            return
-        size = self.lm_head.out_features
-        frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
-        self.d2t.copy_(frequent - torch.arange(size))
-        self.t2d.zero_()[frequent.to(self.t2d.device)] = True
-        vars(self).pop("draftable", None)
-        self._copy_head(frequent)
-
-    def _copy_head(self, token_ids: Tensor) -> None:
         if self.lm_head is not None:
-            weight = self.target.head_weight()
-            self.lm_head.weight.data.copy_(weight[token_ids.to(weight.device)])
+            fit_map(self, self.lm_head, counts, self.target)
 
     def draft_to_target(self) -> Tensor | None:
         """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
-        return None if self.lm_head is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return None if self.lm_head is None else mapped_ids(self.d2t)
 
     def block_layers(self) -> list[BlockLayer]:
         return cast("list[BlockLayer]", [*self.layers])
 
     @property
     def training_passes(self) -> float:
-        """Return the average number of block rows for a token of a text."""
+        """Average number of block rows for a token of a text."""
         return self.config.anchor_share * self.config.block_size
 
     @property
@@ -156,11 +158,14 @@ class DFlash(Drafter):
     # --- the parts of a forward pass
 
     def context(self, layers: Tensor) -> Tensor:
-        """Return what keys and values of the context are made from [B, T, H], from features [B, T, A * H]."""
+        """Return the fused features [B, T, H] that keys and values of the context are made from.
+
+        They are made of the features [B, T, A * H] of the layers read.
+        """
         return self.hidden_norm(self.fc(layers))
 
     def embed_blocks(self, anchors: Tensor) -> Tensor:
-        """Return what blocks read, [B, M, R, H]: the anchors' tokens [B, M] and mask tokens."""
+        """Return the embeddings [B, M, R, H] that blocks read: those of anchors, token ids [B, M], and mask tokens."""
         tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token_id, device=anchors.device)
         tokens[..., 0] = anchors
         return self.target.embedding(tokens)
@@ -172,13 +177,17 @@ class DFlash(Drafter):
 
     @property
     def corrector(self) -> SlotCorrector | None:
-        """The corrector of slots by the tokens before them; None: slots do not hang on each other."""
+        """The corrector of slots by the tokens before them; None: slots do not depend on each other."""
         return None
 
     # --- training
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
-        """Yield the depths, in training of a random part of the slots. What is left out counts by what is kept."""
+        """Yield the depths: depth i at slot t predicts x_{t+2+i}.
+
+        In training a random part of the slots is kept, and each weight is divided by that part, so that sums and means
+        are right on average.
+        """
         assert features.layers is not None
         share = self.config.anchor_share if self.training else 1.0
         kept = torch.rand(chain_loss.loss_mask.shape) < share
@@ -197,9 +206,10 @@ class DFlash(Drafter):
             yield Depth(read, head, teacher_rows(counted[i], i), weight, confidence)
 
     def with_codes(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return what the head reads of each slot, and the head: with a corrector, the codes beside the hidden states.
+        """Return what the head reads of each slot, and the head, from hidden states [B, M, K, H].
 
-        From hidden states [B, M, K, H] and the tokens before the slots [B, M, K].
+        With a corrector the codes that it makes of the tokens before the slots, [B, M, K], stand beside the hidden
+        states.
         """
         if self.corrector is None:
             return hidden, self.head
@@ -226,10 +236,10 @@ class DFlash(Drafter):
     def run_blocks(self, batch: Batch, layers: Tensor, slots: Tensor) -> Tensor:
         """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M], from features [B, T, A * H].
 
-        Blocks are computed some at a time, with no more rows than the text has, or than `SHORT_TEXT` for a shorter one:
-        they see the text, but not each other. So memory grows with their number, and not with its square. Where the
-        text is so long that they are fewer rows than it has, a gradient makes their attention anew, whose masks would
-        fill the memory.
+        Blocks see the text, but not each other, so a few are computed at a time: memory grows with their number, and
+        not with its square. They have no more rows together than the text has tokens, or `SHORT_TEXT` where it has
+        fewer. A long text allows fewer rows still; the backward pass then computes attention again, since masks that
+        were kept would fill the memory.
         """
         context, rows = self.context(layers), self.config.block_size
         positions, length = batch.positions.expand(len(context), -1), context.shape[1]
@@ -245,8 +255,8 @@ class DFlash(Drafter):
     ) -> Tensor:
         """Return the last layer's outputs [B, M, R, H] of the blocks at some slots [B, M].
 
-        `text` has keys and values of the context in each layer, at positions [B, T]. `anew`: a gradient makes masks and
-        attention anew.
+        `text` has keys and values of the context in each layer, at positions [B, T]. `anew`: the backward pass computes
+        masks and attention again.
         """
         num_rows = self.config.block_size
         anchors = shift_left(batch.token_ids, 1).gather(1, slots)
@@ -293,16 +303,16 @@ class DFlash(Drafter):
         return in_target_vocabulary(draft, cache.ids, self.target.vocab_size)
 
     def keep_context(self, cache: "DFlashCache", layers: Tensor, positions: Tensor, written: Tensor) -> None:
-        """Keep keys and values of features [b, T, A * H] at positions [b, T], in the slots `written` [b, T]."""
+        """Keep keys and values of features [B, T, A * H] at positions [B, T], in the slots `written` [B, T]."""
         context = self.context(layers)
         cache.kv.write_to(written)
         for number, layer in enumerate(self.block_layers()):
             cache.kv.update(*layer.self_attn.keys_values(context, cache.rotary, cache.clamped(positions)), number)
 
     def decode_block(self, cache: "DFlashCache", state: DecodingState) -> Tensor:
-        """Return the last layer's outputs [B, R, H] of each row's block; its keys and values are overwritten later.
+        """Return the last layer's outputs [B, R, H] of each row's block, whose keys and values are overwritten later.
 
-        The block is as long as in training, however few tokens are drafted, for its rows see each other.
+        The block is as long as in training, however few tokens are drafted, since its rows see each other.
         """
         prefix = state.lengths - 1
         hidden = self.embed_blocks(state.newest()[:, None])[:, 0]
@@ -391,9 +401,16 @@ class DFlash(Drafter):
     def own_sizes(cls, config: dict[str, Any]) -> dict[str, int]:
         """Return the sizes of what a family adds to DFlash, by the fields of its config, from config.json.
 
-        Raises `UserError` for a part that is not computed.
+        Raises `UserError` for a part that draftsmith does not compute, and for a size that is missing.
         """
         return {}
+
+    @classmethod
+    def check_has(cls, fields: Iterable[str], config: dict[str, Any], place: str = "") -> None:
+        """Raise `UserError` for the first of some fields that config.json lacks, or the object in it at a `place`."""
+        for name in fields:
+            if config.get(name) is None:
+                raise UserError(f"this {cls.__name__} drafter's config.json lacks {name}{place}: take another copy")
 
 
 class DFlashCache(DrafterCache):
@@ -407,7 +424,7 @@ class DFlashCache(DrafterCache):
         self.all_columns = pack(columns)  # [W] ancestor words of a row that sees the whole block
 
     def clamped(self, positions: Tensor) -> Tensor:
-        """Return positions within the rotary table: beyond it are none that count."""
+        """Return positions within the rotary table; only rows whose output is not used lie beyond it."""
         return positions.clamp(max=len(self.rotary) - 1)
 
 
@@ -424,9 +441,9 @@ def even_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def attention_of(config: dict[str, Any]) -> tuple[int | None, list[int]]:
-    """Return the window of a checkpoint's layers, None without one, and the layers, from 0 on, that have none beside.
+    """Return the window of a checkpoint's layers, None without one, and the numbers of layers that see all the same.
 
-    Raises `UserError` for attention that is not computed.
+    Raises `UserError` for attention that draftsmith does not compute.
     """
     num_layers, causal = config["num_hidden_layers"], config.get("is_causal")
     types = config.get("layer_types") or ["full_attention"] * num_layers

@@ -1,7 +1,7 @@
 """DFlash2: DFlash whose layers convolve the rows of a block (`ConvolvedLayer`), so that slots know of their neighbours.
 
-Its authors' candidate selector, which reorders the likeliest tokens of a slot, is not here: on its own it brought
-nothing in the one published comparison of both parts. An export has one that changes nothing.
+The authors' candidate selector, which reorders the likeliest tokens of a slot, is not trained here: on its own it
+brought nothing in the one published comparison of both parts. An export has a selector that changes nothing.
 """
 
 from typing import Any
@@ -29,15 +29,10 @@ class DFlash2(DFlash):
         convolution = (self.config.block_size, self.config.conv_kernel_size, self.config.conv_group_size)
         return ConvolvedLayer(self.layer_config, self.config.key_norm, window, convolution)
 
-    @classmethod
-    def from_target(cls, config: Any, target: Target) -> "DFlash2":
-        """Return what `DFlash` starts as, with convolutions that change nothing."""
-        drafter = super().from_target(config, target)
-        assert isinstance(drafter, DFlash2)
-        for part in drafter.modules():
+    def start_own_parts(self) -> None:
+        for part in self.modules():
             if isinstance(part, BlockConvolution):
                 part.start()
-        return drafter
 
     # --- checkpoints
 
@@ -77,7 +72,5 @@ class DFlash2(DFlash):
         for key, value in FACTORS.items():
             if nested.get(key, value) not in (value, None):
                 raise UserError(f"this DFlash2 drafter has {key} {nested[key]!r}, which draftsmith does not compute")
-        for key in SIZES:
-            if nested.get(key) is None:
-                raise UserError(f"this DFlash2 drafter's config.json lacks {key} (in dflash_config): take another copy")
+        cls.check_has(SIZES, nested, " (in dflash_config)")
         return {key: nested[key] for key in SIZES}

@@ -1,7 +1,7 @@
-"""Domino (arXiv 2605.29707): DFlash whose tokens follow all those before them in the block.
+"""Domino (arXiv 2605.29707): DFlash in which each token depends on all tokens before it in the block.
 
-A recurrent unit reads the tokens of a block (`DominoCorrector`). The first token is drafted as DFlash does, and a block
-drafts one token less than it has rows, whichever rows predict them.
+A recurrent unit reads the tokens of a block (`DominoCorrector`). The first token is drafted as by DFlash. In both
+layouts a block drafts one token less than it has rows.
 """
 
 from dataclasses import replace
@@ -34,14 +34,9 @@ class Domino(DFlash):
             nn.Linear(config.code_size, self.config.draft_vocab_size, bias=False),
         )
 
-    @classmethod
-    def from_target(cls, config: Any, target: Target) -> "Domino":
-        """Return what `DFlash` starts as, with a corrector that changes nothing."""
-        drafter = super().from_target(config, target)
-        assert isinstance(drafter, Domino)
-        drafter.prefix_gru.start()
-        nn.init.zeros_(drafter.corrector.readout.weight)
-        return drafter
+    def start_own_parts(self) -> None:
+        self.prefix_gru.start()
+        nn.init.zeros_(self.corrector.readout.weight)
 
     @property
     def corrector(self) -> DominoCorrector:
@@ -49,11 +44,14 @@ class Domino(DFlash):
 
     @property
     def head_passes(self) -> float:
-        """Return the average number of times that logits are made of a token: with correction and without."""
+        """Average number of times that logits are made of a token: with correction and without."""
         return 2 * super().head_passes
 
     def add_divergences(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> None:
-        """Add the divergence, at first of the logits without correction and at the end of those with it."""
+        """Add the divergence of the logits without correction and of those with it.
+
+        The share of the former falls from `base_share` to 0 over the training.
+        """
         share, width = self.config.base_share * (1 - self.progress), self.layer_config.hidden_size
         compared = depths
         if share > 0:
@@ -86,7 +84,5 @@ class Domino(DFlash):
         nested = config["dflash_config"]
         if (length := nested.get("pure_draft_prefix_len", 1)) != 1:
             raise UserError(f"this Domino drafter has pure_draft_prefix_len {length}: draftsmith computes 1 alone")
-        for key in ("gru_hidden_dim", "emb_dim"):
-            if nested.get(key) is None:
-                raise UserError(f"this Domino drafter's config.json lacks {key} (in dflash_config): take another copy")
+        cls.check_has(("gru_hidden_dim", "emb_dim"), nested, " (in dflash_config)")
         return {"memory_size": nested["gru_hidden_dim"], "code_size": nested["emb_dim"]}

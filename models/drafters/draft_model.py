@@ -1,7 +1,8 @@
 """A standalone draft model (arXiv 2211.17192), distilled from the target (DistillSpec, arXiv 2310.08461).
 
-Any small causal language model; one of another tokenizer takes the target's vocabulary before it starts. By default a
-copy of a few evenly spaced layers of the target. It shares nothing with the target at decoding and keeps its own cache.
+It is any small causal language model; one of another tokenizer takes the target's vocabulary before training starts. By
+default it is a copy of a few evenly spaced layers of the target. In decoding it shares nothing with the target and
+keeps a cache of its own.
 
 Shapes: B rows, T tokens, H hidden width, V vocabulary.
 """
@@ -147,7 +148,8 @@ class DraftModel(Drafter):
     def simulated_length(self, batch: Batch, counted: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum and the number of acceptance lengths in chains of `SIMULATED_DEPTH` from each slot.
 
-        `correct` [R] says for the places in `counted` bool [B, T] whether the next token is the model's likeliest.
+        `correct` [R] is 1 where the next token is the model's likeliest, at the R places that `counted` bool [B, T]
+        marks.
         """
         marked = send(counted.flatten(), correct.device)
         right = torch.zeros_like(marked).masked_scatter(marked, correct)
@@ -175,7 +177,7 @@ class DraftModel(Drafter):
         self.read(token_ids.gather(1, window.slots), window, cache)
 
     def read(self, token_ids: Tensor, window: Window, cache: "DraftModelCache") -> Tensor:
-        """Decode the new tokens [B, T] of a window; the last hidden state [B, T, H]."""
+        """Return the last hidden states [B, T, H] of the tokens [B, T] of a window, and keep their keys and values."""
         if cache.fused_decoder is not None:
             return cache.fused_decoder.run(token_ids, window, cache.kv)[0]
         return run_on_slots(self.model, token_ids, window, cache.kv)
@@ -284,7 +286,10 @@ def constants(layer: nn.Module) -> dict[str, Any]:
 
 
 def narrower(config: PretrainedConfig, width: int) -> PretrainedConfig:
-    """Return the config of a model of another width with heads as wide as they were and the rest in proportion."""
+    """Return the config of a narrower model: heads are as wide as they were, and the rest is in proportion.
+
+    Raises `UserError` for a width that does not fit the heads, and for a family without such sizes.
+    """
     if not hasattr(config, "num_key_value_heads") or not hasattr(config, "intermediate_size"):
         raise UserError(f"drafter.hidden_size: {config.model_type} has no width to scale; give drafter.model instead")
     head_width = common_field(config, "head_dim") or config.hidden_size // config.num_attention_heads

@@ -1,8 +1,8 @@
-"""DSpark (arXiv 2607.05147): DFlash whose tokens follow each other, and which says how sure it is of each.
+"""DSpark (arXiv 2607.05147): DFlash in which each token depends on the one before it, with an estimate for each token.
 
-The token before a slot adds logits of its own to the slot's (`MarkovHead`), and a confidence head estimates how likely
-the target is to accept what is drafted there. Row k predicts the token behind its place, so that a block of R rows
-drafts R tokens.
+The token before a slot adds logits of its own to those of the slot (`MarkovHead`), and a confidence head estimates how
+likely the target is to accept the token that is drafted there. Row k predicts the token behind its place, so that a
+block of R rows drafts R tokens.
 """
 
 from typing import Any
@@ -30,13 +30,8 @@ class DSpark(DFlash):
         self.markov_head = MarkovHead(target.vocab_size, self.config.draft_vocab_size, config.markov_rank)
         self.confidence_head = ConfidenceHead(layer_config.hidden_size + config.markov_rank)
 
-    @classmethod
-    def from_target(cls, config: Any, target: Target) -> "DSpark":
-        """Return what `DFlash` starts as, with a corrector that changes nothing."""
-        drafter = super().from_target(config, target)
-        assert isinstance(drafter, DSpark)
-        drafter.markov_head.start()
-        return drafter
+    def start_own_parts(self) -> None:
+        self.markov_head.start()
 
     @property
     def corrector(self) -> MarkovHead:
@@ -69,6 +64,5 @@ class DSpark(DFlash):
         for key, value in HEADS.items():
             if config.get(key, value) != value:
                 raise UserError(f"this DSpark drafter has {key} {config[key]!r}: draftsmith computes {value!r} alone")
-        if "markov_rank" not in config:
-            raise UserError("this DSpark drafter's config.json lacks markov_rank: take another copy")
+        cls.check_has(("markov_rank",), config)
         return {"markov_rank": config["markov_rank"]}

@@ -1,8 +1,9 @@
 """EAGLE-1 (arXiv 2401.15077): one decoder layer that continues the target's last hidden state.
 
-A slot t holds the target's feature f_t, its last hidden state after the final norm, and the embedding of x_{t+1}; both
+A slot t holds the target's feature f_t (its last hidden state after the final norm) and the embedding of x_{t+1}; both
 are fused to one input of the layer. Its output is a guess of f_{t+1}, from which the target's own frozen head predicts
-x_{t+2}. Drafting goes on from the guess in place of the feature. With a dynamic tree this is EAGLE-2 (2406.16858).
+x_{t+2}. Drafting goes on from the guess in place of the feature. With a dynamic tree this is EAGLE-2
+(arXiv 2406.16858).
 
 Shapes: B rows, T slots, H hidden width, V target vocabulary.
 """
@@ -64,7 +65,7 @@ class Eagle(Drafter):
 
     @classmethod
     def from_target(cls, config: EagleConfig, target: Target) -> "Eagle":
-        """Return a drafter whose layer is given the feature, and is random or a copy of the target's last one."""
+        """Return a drafter whose `fc` passes the feature on to a random layer, or a copy of the target's last one."""
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
         randomize(drafter.layer)
         nn.init.zeros_(drafter.fc.weight)
@@ -82,7 +83,7 @@ class Eagle(Drafter):
     # --- training
 
     def chain_loss(self, batch: Batch, features: Features) -> ChainLoss:
-        """Return the distance of each guess from the feature, plus the divergence of the logits made from both."""
+        """Return the weighted sum of two losses: the distance of guesses from features and the divergence of logits."""
         chain_loss, wanted = self.new_chain_loss(batch), features.last_hidden.flatten(0, 1).float()
         depths = list(self.depths(chain_loss, batch, features, self.training_depth))
         self.add_divergences(chain_loss, depths, features)
@@ -100,9 +101,9 @@ class Eagle(Drafter):
             yield Depth(guess[rows], self.target.logits, teachers, self.config.step_decay**k)
 
     def with_noise(self, features: Tensor) -> Tensor:
-        """Return features [B, T, H] as training reads them: with noise, as the layer has to live with its errors.
+        """Return features [B, T, H] as training reads them: with noise, because in drafting the layer reads guesses.
 
-        As in the paper, section 4.1; its code has more of it for texts shorter than 512 tokens.
+        The noise is uniform, as in the paper's section 4.1; its code has more of it for texts shorter than 512 tokens.
         """
         if not self.training or not self.config.noise:
             return features
@@ -128,7 +129,7 @@ class Eagle(Drafter):
         return {"architectures": ["LlamaForCausalLM"], **engine_layer_config(self.layer_config, self.target)}
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, and a bias of `fc` in any case: SGLang has one, random unless given; vLLM ignores it."""
+        """Return the tensors with a bias of `fc` in any case: SGLang would start one at random, and vLLM ignores it."""
         return {"fc.bias": torch.zeros(self.target.hidden_size), **checkpoint_tensors(self)}
 
     @classmethod
@@ -143,10 +144,10 @@ class Eagle(Drafter):
         return loaded(lambda: cls(own, layer_config, target), tensors, what)
 
 
-def feature_distance(depth: Depth, wanted: Tensor) -> Tensor:
-    """Return the smooth L1 distance of guesses from the features [S, H] that they are of: means of slots, summed."""
-    there = wanted.index_select(0, send(depth.teachers, wanted.device))
-    return F.smooth_l1_loss(depth.hidden.float(), there, reduction="none").mean(-1).sum()
+def feature_distance(depth: Depth, features: Tensor) -> Tensor:
+    """Return the smooth L1 distance of guesses from their features among `features` [S, H], a mean over H, summed."""
+    features = features.index_select(0, send(depth.teachers, features.device))
+    return F.smooth_l1_loss(depth.hidden.float(), features, reduction="none").mean(-1).sum()
 
 
 class UnrolledEagleLayer(UnrolledLayer):

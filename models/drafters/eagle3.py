@@ -1,9 +1,10 @@
 """EAGLE-3 (arXiv 2503.01840): a decoder layer, or several, that continue the target's own features.
 
-A slot t holds the target's features g_t (three layers, fused by `fc`) and the embedding of x_{t+1}, and predicts
-x_{t+2}. Drafting goes on from the last layer's own output in place of features; training unrolls that recurrence
-("training-time test", section 3.2) with the true tokens fed in. EAGLE-3.1 norms each of the three layers' states before
-`fc`, whose sizes differ widely, and goes on from the normed output, so that it does not grow from step to step.
+A slot t holds the target's features g_t (three layers' states, fused by `fc`) and the embedding of x_{t+1}, and
+predicts x_{t+2}. Drafting goes on from the last layer's own output in place of features; training unrolls that
+recurrence ("training-time test", section 3.2) with the true tokens fed in. EAGLE-3.1 norms each of the three layers'
+states before `fc`, since their sizes differ widely. It goes on from the normed output, so that the output does not grow
+from step to step.
 
 Shapes: B rows, T slots, H hidden width, Ht the target's, A layers read, N heads, D head width, V target vocabulary,
 Vd draft vocabulary.
@@ -33,7 +34,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     start_as_target,
 )
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, with_no_token
-from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.drafter_parts.vocabulary import add_map, copy_head, fit_map, mapped_ids, too_large
 from draftsmith.models.eagle_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
@@ -52,9 +53,9 @@ from draftsmith.models.target.target import Features, Target, check_layer_ids, s
 
 
 class Layer(DecoderLayer):
-    """The first decoder layer. It reads embedding and feature side by side; its residual is the feature.
+    """The first decoder layer, which reads embedding and feature side by side.
 
-    That is the un-normed one, or with `norm_before_residual` what `hidden_norm` makes of it.
+    Its residual is the feature without a norm, or with `norm_before_residual` the feature behind `hidden_norm`.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -79,7 +80,7 @@ class Eagle3(Drafter):
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
     def __init__(self, config: Eagle3Config, layer_config: LlamaConfig, target: Target, embeds: bool = False) -> None:
-        """`embeds`: it has an embedding of its own, in place of the target's."""
+        """`embeds`: the drafter has an embedding of its own, in place of the target's."""
         super().__init__(config)
         self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         self.layer_ids = check_layer_ids(config.layer_ids or spread_layer_ids(target.num_layers), target)
@@ -108,8 +109,7 @@ class Eagle3(Drafter):
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.rotary = LlamaRotaryEmbedding(layer_config)
         if vocab < target.vocab_size:
-            self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(target.vocab_size) < vocab)
+            add_map(self, vocab, target.vocab_size)
 
     @property
     def layer(self) -> Layer:
@@ -117,12 +117,12 @@ class Eagle3(Drafter):
 
     @property
     def deeper(self) -> list[DeeperLayer]:
-        """Return the layers behind the first one."""
+        """The layers behind the first one."""
         return cast("list[DeeperLayer]", [*self.layers[1:]])
 
     @property
     def embedding(self) -> nn.Module:
-        """Return the embedding of the tokens that it reads."""
+        """The embedding of the tokens that the drafter reads."""
         return self.embed_tokens or self.target.embedding
 
     # --- built for a target
@@ -138,31 +138,19 @@ class Eagle3(Drafter):
         randomize(drafter.layers)
         nn.init.zeros_(drafter.fc.weight)
         drafter.fc.weight.data[:, -target.hidden_size :] = torch.eye(target.hidden_size)
-        drafter._copy_head(torch.arange(drafter.lm_head.out_features))
+        copy_head(drafter.lm_head, target, torch.arange(drafter.lm_head.out_features))
         if config.starting_layers == "target":
             start_as_target([drafter.layer, *drafter.deeper], drafter.norm, target)
         return drafter
 
     def fit_vocabulary(self, counts: Tensor) -> None:
         """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
-        size = self.lm_head.out_features
-        if size == self.target.vocab_size:
-            return
-        frequent = torch.sort(counts, descending=True, stable=True).indices[:size].sort().values.cpu()
-        self.d2t.copy_(frequent - torch.arange(size))
-        self.t2d.zero_()[frequent.to(self.t2d.device)] = True
-        vars(self).pop("draftable", None)
-        self._copy_head(frequent)
-
-    def _copy_head(self, token_ids: Tensor) -> None:
-        weight = self.target.head_weight()
-        self.lm_head.weight.data.copy_(weight[token_ids.to(weight.device)])
+        if self.lm_head.out_features < self.target.vocab_size:
+            fit_map(self, self.lm_head, counts, self.target)
 
     def draft_to_target(self) -> Tensor | None:
         """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
-        if self.lm_head.out_features == self.target.vocab_size:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return None if self.lm_head.out_features == self.target.vocab_size else mapped_ids(self.d2t)
 
     @property
     def training_passes(self) -> float:
@@ -196,11 +184,11 @@ class Eagle3(Drafter):
             yield Depth(self.head_input(hidden[rows]), self.lm_head, teachers, self.config.step_decay**k)
 
     def head_input(self, hidden: Tensor) -> Tensor:
-        """Return what the head reads, of outputs [..., H] of the layer."""
+        """Return what the head reads [..., H], from outputs [..., H] of the last layer."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def unroll(self, batch: Batch, layers: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
-        """Yield the layer's output [R, H] at each unrolled step of the drafting slots, from states [B, T, A * Ht]."""
+        """Yield the last layer's output [R, H] at each unrolled step of R drafting slots from states [B, T, A * Ht]."""
         features = self.fuse(layers).flatten(0, 1)  # [S, H]
         layer = UnrolledEagle3Layer(self, batch, num_steps)
         yield from layer.run(features, slots, num_steps, self.config.detach, self.config.recompute)
@@ -223,7 +211,7 @@ class Eagle3(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """Return the one config.json that vLLM and SGLang both read right (their layer ids differ by one)."""
+        """Return the one config.json that vLLM and SGLang both read right, although their layer ids differ by one."""
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **engine_layer_config(self.layer_config, self.target),
@@ -268,7 +256,7 @@ def feature_norm_of(config: dict[str, Any]) -> FeatureNorm:
 
 
 class UnrolledEagle3Layer(UnrolledLayer):
-    """EAGLE-3's layer in training; the tokens are fed as what they add to queries, keys and values."""
+    """EAGLE-3's layers in training, fed with what tokens add to the first layer's queries, keys and values."""
 
     def __init__(self, drafter: Eagle3, batch: Batch, num_steps: int) -> None:
         embedded = drafter.embedding(batch.token_ids.flatten())

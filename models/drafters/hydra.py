@@ -1,8 +1,8 @@
 """Hydra heads (arXiv 2402.05109): Medusa's heads, each of which also reads the tokens that were drafted before.
 
 Head i reads the target's last hidden state at t and the embeddings of x_{t+1} to x_{t+1+i}, and predicts x_{t+2+i}.
-With a prefix layer (Hydra++, in the same paper) it reads in place of the hidden state what a decoder layer of the
-drafter's own makes of the hidden states of the whole text up to t.
+With a prefix layer (Hydra++, in the same paper) it reads another state in place of the target's: a decoder layer of the
+drafter makes it of the hidden states of the whole text up to t.
 
 Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, V vocabulary.
 """
@@ -65,7 +65,7 @@ class Hydra(Drafter):
 
     @classmethod
     def from_target(cls, config: HydraConfig, target: Target) -> "Hydra":
-        """Return heads that all predict x_{t+1} at first: layer and blocks pass the state on to the target's head."""
+        """Return heads that all predict x_{t+1} at first: layer and blocks pass the state on to copies of its head."""
         drafter = cls(config, target)
         if drafter.prefix is not None:
             randomize(drafter.prefix)
@@ -93,7 +93,7 @@ class Hydra(Drafter):
             yield Depth(block(marked_rows(read, counted)), head, teacher_rows(counted, i), self.config.head_decay**i)
 
     def behind_prefix(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Return what the heads read [B, T, H] of the target's hidden states [B, T, H]."""
+        """Return the states [B, T, H] that the heads read, from the target's hidden states [B, T, H]."""
         if self.prefix is None:
             return hidden
         rotary, positions = rotary_table(self.rotary, hidden.shape[1], hidden), batch.positions.expand(len(hidden), -1)
@@ -113,7 +113,7 @@ class Hydra(Drafter):
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Draft head after head from the last position that the target read, each on what was drafted before."""
+        """Draft head after head from the newest position that is committed; each reads the tokens drafted before."""
         heads, tree, hidden = zip(self.blocks, self.lm_heads, strict=True), state.cache, state.features.last_hidden
         if self.prefix is not None:
             tree = state.cache.tree
@@ -159,7 +159,7 @@ class HydraCache(DrafterCache):
         self.prefix, self.rotary = drafter.prefix, rotary_table(drafter.rotary, self.kv.num_slots, like)
 
     def read(self, hidden: Tensor, window: Window) -> Tensor:
-        """Return what the layer makes of hidden states [B, T, H] of a window, and keep their keys and values."""
+        """Return the layer's outputs [B, T, H] from hidden states [B, T, H] of a window, and keep keys and values."""
         self.kv.write_to(window.slots)
         query, key, value = self.prefix.project(hidden, self.rotary, window.positions)
         keys, values = self.kv.update(key, value, 0)

@@ -1,8 +1,8 @@
 """Medusa heads (arXiv 2401.10774): head i reads the target's last hidden state at t and predicts x_{t+2+i}.
 
-The target's own head gives x_{t+1}. All heads run at once, each blind to what the others chose.
+The target's own head gives x_{t+1}. All heads run at once, and none reads what another one chose.
 
-Shapes: B rows, T tokens, H hidden width, V vocabulary.
+Shapes: B rows, T tokens, H hidden width, V vocabulary, Vd draft vocabulary.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from draftsmith.models.drafter_parts.base import Drafter
 from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shape, loaded
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_target_vocabulary, with_no_token
 from draftsmith.models.drafter_parts.tree_drafting import grow
-from draftsmith.models.drafter_parts.vocabulary import too_large
+from draftsmith.models.drafter_parts.vocabulary import copy_head, highest_ranked, too_large
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import (
@@ -50,12 +50,11 @@ class ResidualBlocks(nn.Module):
 
 
 class Medusa(Drafter):
-    token_map: Tensor | None  # [Vd] int64 target ids of a reduced vocabulary
-
     kind = "medusa"
     config_class = MedusaConfig
     can_branch = True
     independent_depths = True
+    token_map: Tensor | None  # [Vd] int64 target ids of a reduced vocabulary
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
         super().__init__(config)
@@ -84,25 +83,23 @@ class Medusa(Drafter):
         drafter = cls(config, target)
         for parameter in drafter.blocks.parameters():
             nn.init.zeros_(parameter)
-        drafter._copy_head()
+        drafter._copy_heads()
         return drafter
 
     def fit_vocabulary(self, counts: Tensor) -> None:
         """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
         if (ids := self.draft_to_target()) is not None:
-            ids.copy_(torch.sort(counts, descending=True, stable=True).indices[: len(ids)].sort().values)
+            ids.copy_(highest_ranked(counts, len(ids)))
             vars(self).pop("draftable", None)
-            self._copy_head()
+            self._copy_heads()
 
     def draft_to_target(self) -> Tensor | None:
         """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""
         return self.token_map
 
-    @torch.no_grad()
-    def _copy_head(self) -> None:
-        weight, ids = self.target.head_weight(), self.draft_to_target()
+    def _copy_heads(self) -> None:
         for head in self.lm_heads:
-            cast(nn.Linear, head).weight.copy_(weight if ids is None else weight[ids.to(weight.device)])
+            copy_head(cast(nn.Linear, head), self.target, self.draft_to_target())
 
     def heads(self) -> list[tuple[nn.Module, nn.Module]]:
         """Return the residual blocks and the output matrix of each head."""
@@ -112,8 +109,9 @@ class Medusa(Drafter):
     def loss(self, batch: Batch, features: Features) -> LossSums:
         """Return the divergence of head i at t from the target's distribution of x_{t+2+i}, held at t+1+i.
 
-        Where the target is trained along (Medusa-2, section 2.2.2) the heads read what it computes now, and it is kept
-        near what it was by its divergence from itself: the self-distillation of section 2.3.2.
+        Where the target is trained along (Medusa-2, section 2.2.2) the heads read its changed hidden states. Its
+        divergence from the original target is then added, which keeps it near that: the self-distillation of section
+        2.3.2.
         """
         read = self._changed_hidden(batch) if self.config.changes_target else features.last_hidden
         chain_loss = self.new_chain_loss(batch)

@@ -64,7 +64,7 @@ class MLPSpeculator(Drafter):
         self.proj = stages(*(nn.Linear(inner if i else width, inner, bias=False) for i in projections))
         self.ln = stages(*(ShiftedNorm(inner) for _ in own))
         self.head = stages(*(nn.Linear(inner, vocab, bias=False) for _ in own))
-        # by these, half of the last state's size comes from the first state, if all parts are of one size
+        # with these weights half of the last state comes from the first state, if all parts are of one size
         self.state_weight = 0.5 ** (0.5 / count)
         self.embedding_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
 
@@ -107,9 +107,8 @@ class MLPSpeculator(Drafter):
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
             nonlocal inner
             stage = next(stages)
-            inner = self.next_state(
-                stage, inner if parents is None else gather_columns(inner, parents), tokens
-            )  # [B, W, I]
+            before = inner if parents is None else gather_columns(inner, parents)
+            inner = self.next_state(stage, before, tokens)  # [B, W, I]
             return self.head[stage](inner)
 
         return grow(shape, state.cache, read(state.newest()[:, None], None), read, state)

@@ -2,9 +2,9 @@
 
 The head is one more decoder layer of the target's own class. A slot t holds the target's last hidden state h_t and the
 embedding of x_{t+1}, each behind a norm of its own; one matrix makes the layer's input of them, and from the layer's
-output the target's own head predicts x_{t+2}. Used again for each further token, it reads its own output in place of
-h_t, which its training by one token has not met: here that is unrolled (FastMTP, arXiv 2509.18362, section 3.1). For a
-target without a head a new one is made in a family's layout. What differs by family stands in mtp_layouts.py.
+output the target's own head predicts x_{t+2}. To draft further tokens the head reads its own output in place of h_t.
+Targets train their heads for one token alone; here the head is unrolled in training (FastMTP, arXiv 2509.18362, section
+3.1). A target without a head gets a new one in its family's layout. What differs by family stands in mtp_layouts.py.
 
 Shapes: B rows, T slots, S = B * T, R of them draft, H hidden width.
 """
@@ -89,11 +89,11 @@ class Mtp(Drafter):
 
     @torch.no_grad()
     def _start_new(self) -> None:
-        """Give the layer the target's state, and random weights or those of the target's last layer.
+        """Let the layer read the target's state alone, with random weights or those of the target's last layer.
 
-        What it makes of them goes through the target's final norm, as that of the target's own layers.
+        Behind the layer stands a copy of the target's final norm.
         """
-        if self.target.device.type == "meta":  # sizes alone are wanted
+        if self.target.device.type == "meta":  # where tensors have sizes alone
             return
         for parameter in self.layer.parameters():
             if parameter.dim() > 1:
@@ -126,7 +126,7 @@ class Mtp(Drafter):
     def read(self, token_ids: Tensor, states: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Return the layer's output [B, T, H] from tokens x_{t+1} [B, T], states h_t [B, T, H] and positions t [B, T].
 
-        `attention`: what the layer's attention is given.
+        `attention` holds further arguments of the layer, such as mask and cache.
         """
         embedded = self.target.embedding(token_ids)
         if self.layout.zeroes_first:
@@ -134,8 +134,8 @@ class Mtp(Drafter):
         pair = [self.token_norm(embedded), self.state_norm(states)]
         x = self.fuse(torch.cat(pair[::-1] if self.layout.state_first else pair, -1))
         rotary: Any = self.target.model.base_model.rotary_emb
-        of_axes = hasattr(rotary, "mrope_section")  # those of text are alike on all three; transformers 5.17 wants them
-        rotated = rotary(x, positions.expand(3, -1, -1) if of_axes else positions)
+        has_axes = hasattr(rotary, "mrope_section")  # three; a text has the same positions on each
+        rotated = rotary(x, positions.expand(3, -1, -1) if has_axes else positions)
         return self.layer(x, position_embeddings=rotated, position_ids=positions, **attention)
 
     def recycled(self, hidden: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ class Mtp(Drafter):
     def unroll(self, batch: Batch, states: Tensor, drafting: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
         """Yield the layer's output [R, H] at each step of the drafting slots, from states [S, H].
 
-        Step k feeds x_{t+1+k} into slot t, at position t + k. Step 0 reads all slots, whose keys and values drafting
-        has, too.
+        Step k feeds x_{t+1+k} into slot t, at position t + k. Step 0 reads all slots, since in drafting there are keys
+        and values of all of them.
         """
         token_ids, positions = batch.token_ids.flatten(), batch.positions.expand_as(batch.token_ids).flatten()  # [S]
         on_host = batch.on_host
@@ -187,7 +187,7 @@ class Mtp(Drafter):
     # --- checkpoints
 
     def engine_config(self) -> dict[str, Any]:
-        """Return what tells the target that the head is for; engines read the target's own config.json."""
+        """Return a config that names the sizes of the head's target; engines read the target's own config.json."""
         return {
             "architectures": ["MTPDraftModel"],
             "hidden_size": self.target.hidden_size,
@@ -249,7 +249,10 @@ def number_of_layer(config: PretrainedConfig) -> int:
 
 
 def config_of_layer(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of a model of the head's layer alone, which sees the whole text and has experts if any has."""
+    """Return the config of a model of the head's layer alone.
+
+    The layer sees the whole text, and has experts where any layer of the target has.
+    """
     layer_config = copy.deepcopy(config)
     drop_layers(layer_config, [number_of_layer(config)])
     if getattr(layer_config, "layer_types", None):

@@ -39,9 +39,9 @@ SHARED_FIELDS = ("layer_ids", "draft_vocab_size", "intermediate_size", "feature_
 
 @dataclass
 class MaskSlots:
-    """Mask slots of some anchors, padded to as many in each row; in the order of their anchors, of one by depth.
+    """The mask slots of some anchors, in the order of the anchors and then by depth, padded to one length in all rows.
 
-    All in the host's memory, or all on the device.
+    All three tensors are in the host's memory, or all on the device.
     """
 
     anchors: Tensor  # [B, S] int64
@@ -92,8 +92,7 @@ class PEagle(Drafter):
     def project(
         self, layer: int, hidden: Tensor, embedded: Tensor, rotary: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value of a layer, each
-        [B, N, T, D], from its input and the embeddings, both [B, T, H]."""
+        """Return query, key and value of a layer, each [B, N, T, D], from its input and the embeddings [B, T, H]."""
         if layer == 0:
             return self.eagle3.layer.project(embedded, hidden, rotary, positions)
         return cast(DeeperLayer, self.deeper[layer - 1]).project(hidden, rotary, positions)
@@ -102,14 +101,14 @@ class PEagle(Drafter):
         return [self.eagle3.layer, *cast("list[DeeperLayer]", self.deeper)]
 
     def mask_inputs(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return what `count` mask slots a row read: fused state and embedding, both [rows, count, H]."""
+        """Return the fused state and the embedding that `count` mask slots a row read, both [rows, count, H]."""
         hidden = self.eagle3.fuse(self.mask_hidden).expand(rows, count, -1)
         token = torch.full((rows, count), self.config.mask_token_id, device=hidden.device)
         return hidden, self.target.embedding(token)
 
     @property
     def training_passes(self) -> float:
-        """Return the average number of slots for a token: one of the text, and the mask slots that are kept."""
+        """Average number of slots for a token: one of the text, and the mask slots that are kept."""
         return sum(self.share_kept(depth) for depth in range(self.config.num_depths))
 
     @property
@@ -125,8 +124,8 @@ class PEagle(Drafter):
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the depths: depth d at slot t predicts x_{t+2+d}, whose distribution the target had at t+1+d.
 
-        In training on a random part of the mask slots. What is left out counts by what is kept, so that sums and means
-        are right on average.
+        In training a random part of the mask slots is kept, and each weight is divided by that part, so that sums and
+        means are right on average.
         """
         assert features.layers is not None
         kept_slots, shares = self.keep(chain_loss)
@@ -205,7 +204,7 @@ class PEagle(Drafter):
         return in_target_vocabulary(draft, cache.ids, self.target.vocab_size)
 
     def decode(self, cache: "PEagleCache", hidden: Tensor, embedded: Tensor, window: Window, written: Tensor) -> Tensor:
-        """Run all layers on the cache: inputs [B, T, H] at the places of a window, to outputs [B, T, H].
+        """Return the outputs [B, T, H] of all layers on the cache, from inputs [B, T, H] at the places of a window.
 
         `written` [B, T]: the slots that keep keys and values.
         """
@@ -245,11 +244,11 @@ class PEagle(Drafter):
                 "this P-EAGLE drafter's config.json lacks num_hidden_layers, or pard_token or mask_token_id: add them"
             )
         tensors = {deeper_name(name, "layers.", "deeper.", -1): tensor for name, tensor in tensors.items()}
-        rest = {name: t for name, t in tensors.items() if name == "mask_hidden" or name.startswith("deeper.")}
-        first = {name: t for name, t in tensors.items() if name not in rest}
+        rest = {key: tensor for key, tensor in tensors.items() if key == "mask_hidden" or key.startswith("deeper.")}
+        first = {key: tensor for key, tensor in tensors.items() if key not in rest}
         eagle3 = Eagle3.from_engine({**config, "draftsmith": {}}, first, target)
         own = PEagleConfig.of_checkpoint(config, num_layers=config["num_hidden_layers"], mask_token_id=named[0])
-        eagle3_tensors = {f"eagle3.{name}": t for name, t in checkpoint_tensors(eagle3).items()}
+        eagle3_tensors = {f"eagle3.{name}": tensor for name, tensor in checkpoint_tensors(eagle3).items()}
         return loaded(lambda: cls(own, eagle3, target), {**eagle3_tensors, **rest}, "this P-EAGLE drafter")
 
 
@@ -266,7 +265,7 @@ def eagle3_config(config: PEagleConfig) -> Eagle3Config:
 
 
 def deeper_name(name: str, before: str, after: str, step: int) -> str:
-    """Return a tensor's name with layers renumbered: our list of deeper layers begins with the engines' layer 1."""
+    """Return a tensor's name with layers renumbered: layer 0 of `deeper` is layer 1 of engines."""
     if not name.startswith(before) or (step < 0 and name.startswith(f"{before}0.")):
         return name
     number, _, rest = name.removeprefix(before).partition(".")
@@ -285,8 +284,8 @@ def mask_slots(anchors: list[Tensor]) -> MaskSlots:
 class SeenByMaskSlots:
     """The attention of mask slots to the text up to their anchors and to the mask slots before them.
 
-    It is computed for some of them at a time, as many as `MOST_PAIRS` allows. Where these are not all, a gradient makes
-    it anew.
+    It is computed for some of them at a time, as many as `MOST_PAIRS` allows. Where these are not all, the backward
+    pass computes it again.
     """
 
     def __init__(self, slots: MaskSlots, positions: Tensor, num_depths: int) -> None:
@@ -298,11 +297,11 @@ class SeenByMaskSlots:
         self.mask = self.seen(*self.with_keys(self.parts[0])) if len(self.parts) == 1 else None
 
     def with_keys(self, queries: slice) -> tuple[slice, slice]:
-        """Return some mask slots, and those that they see, which are no more places before than there are depths."""
+        """Return a slice of mask slots and the slice that they see, which begins `num_depths` places earlier."""
         return queries, slice(max(0, queries.start - self.num_depths), queries.stop)
 
     def seen(self, queries: slice, keys: slice) -> Tensor:
-        """Return what some mask slots see of the text and of others: bool [B, 1, C, T + M]."""
+        """Return what C mask slots see of the T tokens of the text and of M mask slots: bool [B, 1, C, T + M]."""
         anchors, begins = self.slots.anchors[:, queries, None], self.begins[:, queries, None]
         columns = torch.arange(self.length, device=anchors.device)
         same_anchor = anchors == self.slots.anchors[:, None, keys]
