@@ -3,10 +3,10 @@
 `BatchEngine.admit` reads prompts into free rows. A round is `verify(draft())`: the drafter proposes, the target reads
 the draft in one pass, a verification rule accepts, and the engine commits. On a GPU nothing in a round depends on
 values that the host would have to wait for: shapes are fixed, ends of texts and length limits are decided here, and
-what happened leaves as one small tensor, a record.
+the host gets one small tensor, the record of what happened.
 
-Shapes: B rows (b of them admitted), M slots a row, N drafted tokens, D nodes on the longest path of a draft, P tokens
-of the longest prompt, H hidden width, V vocabulary.
+Shapes: B rows, b rows that are being admitted, M slots a row, N drafted tokens, D nodes on the longest path of a draft,
+P tokens of the longest prompt, H hidden width, V vocabulary.
 """
 
 import weakref
@@ -48,7 +48,7 @@ class GenerationSettings:
     seed: int = 0
     stop_at_eos: bool = True
     synthetic_rates: tuple[float, ...] = ()  # conditional acceptance rates by depth, for verification mode synthetic
-    schedule: AnySchedule | None = None  # of draft lengths; the shape is then a chain of the longest one
+    schedule: AnySchedule | None = None  # the shape is then a chain of its longest draft length
 
 
 RECORD_HEAD = 4  # numbers before the tokens in a record's line: emitted, drafted, accepted, and whether finished
@@ -110,9 +110,9 @@ class BatchEngine:
         self.recorded = RecordedCalls(device, records)
 
     def follow(self, settings: GenerationSettings, num_rows: int, num_slots: int) -> bool:
-        """Return whether it can decode with these settings, and if so do it from now on.
+        """Take on other settings where this engine can decode with them, and return whether it can.
 
-        Seed and length limit may be others than before, since no recorded round holds them.
+        Seed and length limit may differ from those before, since no recorded round holds them.
         """
         alike = replace(self.settings, seed=settings.seed, max_new_tokens=settings.max_new_tokens) == settings
         if self.in_use or not alike or self.num_rows != num_rows or self.num_slots < num_slots:
@@ -128,7 +128,7 @@ class BatchEngine:
         return owner is not None and owner.running()
 
     def take(self, owner: Owner) -> None:
-        """Free all rows for a generation, which has them until it ends or is dropped, and another takes them."""
+        """Free all rows for a generation, which owns them until it ends or nothing refers to it any more."""
         assert not self.in_use
         self.owner = weakref.ref(owner)
         self.finished.fill_(True)
@@ -150,7 +150,7 @@ class BatchEngine:
     ) -> Tensor:
         """Read prompts into free rows and give each its first token. Return the record of these rows, int64 [b, 5].
 
-        `limits`: the most tokens that each request gets; by default that of the settings for all.
+        `limits` are the numbers of tokens that requests get at most, by default that of the settings for each.
         """
         device = self.target.device
         index = torch.tensor(rows, device=device)
@@ -189,7 +189,10 @@ class BatchEngine:
         return torch.cat([head, first], 1)
 
     def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
-        """Let target and drafter read prompts [b, P + 1] chunk by chunk; return the features of each newest token."""
+        """Let target and drafter read prompts [b, P + 1] chunk by chunk.
+
+        Returns the features [b, 1, ...] of the newest token of each, by their `lengths` [b].
+        """
         cache, drafter_cache = self.cache, self.state.cache
         if len(index) < self.num_rows:
             cache, drafter_cache = cache.rows(index), drafter_cache and drafter_cache.rows(index)
@@ -209,7 +212,7 @@ class BatchEngine:
     def draft(self, draft_length: int | None = None) -> Draft:
         """Run the first half of a round: return a draft for every row, of the settings' shape or a shorter chain.
 
-        Length 0 makes a step of plain decoding. The drafter's cache is filled all the same.
+        Length 0 makes a plain step. The drafter's cache is filled all the same.
         """
         whole = self.settings.shape
         shape = whole if draft_length in (None, whole.depth) else Chain(draft_length)
@@ -328,7 +331,7 @@ def rules_on(device: torch.device) -> ModuleType:
 
 
 def round_steps_on(device: torch.device) -> ModuleType:
-    """Return the module of the ends of a round: on a GPU the kernels, else their plain form."""
+    """Return the module that opens and closes a round: on a GPU the kernels, else their plain form."""
     if not runs_kernels(device):
         return round_steps
     from draftsmith.inference.decoding import round_kernels  # needs triton

@@ -1,4 +1,7 @@
-"""Measures the time of the phases of decoding, by CPU clock or CUDA events, without waiting for the device."""
+"""Measures the time of the phases of decoding, by the clock of the host or by CUDA events.
+
+Marks do not wait for the device; reading the times does.
+"""
 
 import contextlib
 import time
@@ -9,14 +12,14 @@ import torch
 
 
 class PhaseClock:
-    """Counts the time between two calls of `mark` towards the phase that the second one names."""
+    """Sums up the times of phases: that between two calls of `mark` belongs to the phase that the second one names."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str | None, float | torch.cuda.Event]] = []
 
     def mark(self, phase: str | None) -> None:
-        """Count the time since the last mark towards a phase; with None it counts towards none."""
+        """Let the time since the last mark belong to a phase; None: to no phase."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()

@@ -78,16 +78,20 @@ class Stats:
 
     @property
     def draft_acceptance_rate(self) -> float:
+        """Share of drafted tokens that were accepted; 0 where nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def per_position_acceptance_rates(self) -> list[float]:
-        """Share of drafts with more than i tokens accepted; it is unconditional, so it never rises with i."""
+        """Share of drafts with more than i tokens accepted, by i; it is unconditional, so it never rises with i."""
         return [n / self.num_drafts if self.num_drafts else 0.0 for n in self._at_least()[1:]]
 
     @property
     def conditional_acceptance_rates(self) -> list[float | None]:
-        """Share of drafted tokens at depth i that were accepted, if all before them were; None where there was none."""
+        """Share of drafts with at least i tokens accepted that have one more, by i; None where there was no such draft.
+
+        Of chains of full length it is the share of tokens at depth i that were accepted where all before them were.
+        """
         at_least = self._at_least()
         return [later / now if now else None for now, later in zip(at_least[:-1], at_least[1:], strict=True)]
 
@@ -122,18 +126,18 @@ Interval = tuple[float, float] | None  # 95 % interval; None where too little wa
 
 
 def interval(statistic: Callable[[np.ndarray], np.ndarray], count: int) -> Interval:
-    """Return the 95 % interval of a statistic of `count` things; None for fewer than three.
+    """Return the 95 % interval of a statistic over `count` units, such as prompts; None for fewer than three.
 
-    `statistic` maps samples of the things, picks [samples, count], to its values [samples]. The interval is the
-    statistic plus and minus its bootstrap standard error times Student's t, since percentiles of a bootstrap are too
-    narrow for few things (Hesterberg, What Teachers Should Know About the Bootstrap, 2015). The samples are the same
+    `statistic` maps samples of the units, their places int64 [samples, count], to its values [samples]. The interval is
+    the statistic plus and minus its bootstrap standard error times Student's t, since percentiles of a bootstrap are
+    too narrow for few units (Hesterberg, What Teachers Should Know About the Bootstrap, 2015). The samples are the same
     each time.
     """
     if count < LEAST_SAMPLES:
         return None
     whole = float(statistic(np.arange(count)[None])[0])
     picks = np.random.default_rng(0).integers(count, size=(BOOTSTRAP_SAMPLES, count))
-    # samples of the data vary less about the data than the data about the truth, by a factor of sqrt((n - 1) / n)
+    # a bootstrap of n units gives a standard error that is too small by a factor of sqrt((n - 1) / n)
     error = float(statistic(picks).std()) * math.sqrt(count / (count - 1))
     reach = float(stdtrit(count - 1, 0.975)) * error
     return whole - reach, whole + reach
@@ -160,7 +164,7 @@ def paired_difference(stats: list[Stats], others: list[Stats]) -> PairedDifferen
 
 
 def _acceptance_lengths(stats: list[Stats], picks: np.ndarray) -> np.ndarray:
-    """Return the mean acceptance length of each sample of prompts [samples, prompts]."""
+    """Return the mean acceptance length [samples] of samples of prompts, by their places [samples, prompts]."""
     accepted = np.array([request.num_accepted_tokens for request in stats])[picks].sum(1)
     drafts = np.array([request.num_drafts for request in stats])[picks].sum(1)
     return 1 + accepted / np.maximum(drafts, 1e-9)

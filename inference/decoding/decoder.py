@@ -1,6 +1,5 @@
 """The speculative decoder: texts or token ids in, texts, token ids and counters out."""
 
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
-from draftsmith.inference.decoding.counters import Round, Stats
+from draftsmith.inference.decoding.counters import Round, Stats, total_of
 from draftsmith.inference.decoding.generation import LESS_MEMORY, Generation, warn_of_length
 from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.verification.acceptance_rules import SAMPLED_DRAFTS, VerificationMode
@@ -34,7 +33,7 @@ class OutputStats:
 
     @property
     def total(self) -> Stats:
-        return functools.reduce(Stats.__add__, self.requests)
+        return total_of(self.requests)
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Output:
     texts: list[str]
     stats: OutputStats
     timing: Timing
-    rounds: list[list[Round]] = field(default_factory=list)  # of each prompt; none where others decoded
+    rounds: list[list[Round]] = field(default_factory=list)  # of each prompt; empty where a serving engine decoded
 
 
 @dataclass
@@ -85,12 +84,12 @@ class StreamedRound:
 
 
 class SpeculativeDecoder:
-    """A target and a drafter that decode batches of ragged prompts together.
+    """A target and a drafter that decode batches of prompts of any lengths together.
 
-    Any thread may call it. Decoders that share a target take turns: `generate` and `decode` keep theirs until they
-    return, a stream or a generation of `start` for one round at a time. While one is not asked for its next round it
-    keeps only its engine, so that other calls go on, on an engine of their own. What a suffix drafter remembers depends
-    on the order of the calls: that changes what is drafted, not which texts come out.
+    Any thread may call it. Decoders that share a target take turns. `generate` and `decode` keep their turn until they
+    return; a stream, or a generation that `start` returned, takes a turn for each round. Between its rounds it keeps
+    only its batch engine, and other calls get engines of their own. What a suffix drafter remembers depends on the
+    order of the calls, which changes what is drafted, and not which texts come out.
     """
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
@@ -170,12 +169,12 @@ class SpeculativeDecoder:
         request_ids: list[int] | None = None,
         batch_size: int | None = None,
     ) -> Output:
-        """Decode prompts with settings that are known to fit; else as `generate`."""
+        """Decode prompts, given as token ids, as `generate` does, with settings that `resolve_settings` made."""
         with self.target.turn():
             return self.decode_on(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
 
     def decode_on(self, engine: BatchEngine, prompts: list[list[int]], request_ids: list[int] | None = None) -> Output:
-        """Decode prompts on an engine of `engine_for` that has slots for each of them."""
+        """Decode prompts on an engine that `engine_for` returned and whose rows have slots for each of them."""
         with self.target.turn():
             start = time.perf_counter()
             generation = Generation(engine, prompts, request_ids)
@@ -211,7 +210,7 @@ class SpeculativeDecoder:
         request_ids: list[int] | None = None,
         batch_size: int | None = None,
     ) -> Generation:
-        """Begin to decode prompts that fit the target's context; the caller steps."""
+        """Return a generation of prompts that fit the target's context; the caller steps it."""
         with self.target.turn():
             return Generation(self._engine_for_prompts(prompts, settings, batch_size), prompts, request_ids)
 
@@ -221,9 +220,10 @@ class SpeculativeDecoder:
         return self.engine_for(settings, min(len(prompts), batch_size or len(prompts)), max(map(len, prompts)))
 
     def engine_for(self, settings: GenerationSettings, num_rows: int, longest_prompt: int) -> BatchEngine:
-        """Return the last call's engine where it fits, since on a GPU it holds recorded rounds; else a new one.
+        """Return an engine of `num_rows` rows, each with slots for a prompt of `longest_prompt` tokens and its answer.
 
-        Raises `UserError` for drafts beyond the target's context, and where memory runs out.
+        It is the last call's engine where that fits, since on a GPU it holds recorded rounds; else a new one. Raises
+        `UserError` for drafts beyond the target's context, and where memory runs out.
         """
         self._check_fits(settings.shape)
         warn_of_length(self.drafter, longest_prompt + settings.max_new_tokens)
@@ -256,9 +256,9 @@ class SpeculativeDecoder:
         seed: int,
         chat: bool = True,
     ) -> Iterator[StreamedRound]:
-        """Decode one prompt, `chat` as in `generate`, `draft` as in `resolve_settings`.
+        """Decode one prompt; yield the tokens that reading the prompt adds, then those of each round.
 
-        Return what reading the prompt, then each round, adds.
+        `chat` is as in `generate`, and `draft` as in `resolve_settings`. Raises `UserError` as `generate` does.
         """
         settings = resolve_settings(self.drafter, sampling, max_new_tokens, draft, seed=seed)
         with self.target.turn():
@@ -267,7 +267,7 @@ class SpeculativeDecoder:
         return self.stream_rounds(generation)
 
     def stream_rounds(self, generation: Generation) -> Iterator[StreamedRound]:
-        """Run a generation of one request, whose lag is 0; yield what reading its prompt, then each round, adds."""
+        """Run a generation of one request, whose lag is 0, as `stream` does."""
         new_ids: list[int] = []
         drafted: list[bool] = []  # whether each new token was proposed by the drafter
         num_written = 0  # characters in earlier pieces
@@ -282,7 +282,11 @@ class SpeculativeDecoder:
             yield StreamedRound(pieces, len(emission.token_ids), emission.num_accepted)
 
     def _pieces(self, ids: list[int], drafted: list[bool], start: int, num_written: int, done: bool) -> list[Piece]:
-        """Return the text of tokens from `start` on in runs of one origin; a part of a character waits for the rest."""
+        """Return the text of the tokens from `start` on, in pieces that are either drafted or the target's own.
+
+        `num_written` characters of the text are already written. A token that ends within a character is kept back
+        until the rest of that character follows.
+        """
         pieces = []
         for end in range(start + 1, len(ids) + 1):
             if end < len(ids) and drafted[end] == drafted[end - 1]:
@@ -295,6 +299,7 @@ class SpeculativeDecoder:
         return pieces
 
     def text(self, token_ids: list[int]) -> str:
+        """Return the text of tokens without special tokens; an empty one where the target has no tokenizer."""
         if self.target.tokenizer is None:
             return ""
         return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -336,7 +341,7 @@ class SpeculativeDecoder:
         return ids
 
 
-# --- what a call is given
+# --- checks of arguments
 
 
 def whole_numbers(name: str, values: Any) -> list[int]:
@@ -348,7 +353,7 @@ def whole_numbers(name: str, values: Any) -> list[int]:
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int) -> Sampling:
-    """Return the sampling of these settings. Raises `UserError` for values that make none, or that have no effect."""
+    """Return the sampling of these settings. Raises `UserError` for values out of range, or without an effect."""
     temperature, top_p = real_number("temperature", temperature), real_number("top_p", top_p)
     top_k = whole_number("top_k", top_k)
     if temperature != 0 and not temperature >= LEAST_TEMPERATURE:
@@ -374,9 +379,9 @@ def resolve_settings(
 ) -> GenerationSettings:
     """Return the settings that `SpeculativeDecoder.start` takes.
 
-    `draft` is the length of a chain, a schedule of lengths, or a tree. A drafter that proposes nothing decodes plainly,
-    whatever the draft and the mode are. Raises `UserError` for wrong types and numbers, and for what the drafter cannot
-    do.
+    `draft` is the length of a chain, a schedule of lengths, or a tree. With a drafter that proposes nothing, decoding
+    is plain whatever the draft and the mode are. Raises `UserError` for wrong types and numbers, and for what the
+    drafter cannot do.
     """
     if not isinstance(sampling, Sampling):
         raise UserError(f"sampling {shown(sampling)}: give a Sampling")

@@ -1,8 +1,8 @@
 """Why a drafter's acceptance is low: each cause is a measurement or an experiment on texts that the target wrote.
 
 The cost of a cause is in tokens a round: the acceptance length that the recorded texts would have without the cause,
-replayed round by round, less the one that they have. A cause is named where that is at least `LEAST_COST` and its
-paired interval over prompts leaves out 0. What may be wrong with the wiring is in miswiring.py, and what else costs
+replayed round by round, less the one that they have. A cause is reported where its cost is at least `LEAST_COST` and
+the paired interval over prompts lies above 0. What may be wrong with the wiring is in miswiring.py, and what else costs
 acceptance in weaknesses.py; docs/diagnosis.md says what was tested.
 """
 
@@ -28,7 +28,7 @@ LEAST_ROUNDS = 20  # rounds that must have reached a depth, for its rate to say 
 
 
 def is_low(stats: Stats) -> bool:
-    """Return whether acceptance is low: few first tokens accepted, or a fall to less than half of that behind them."""
+    """Return whether few first tokens are accepted, or later ones less than half as often as first ones."""
     first, *later = stats.conditional_acceptance_rates
     reached = np.cumsum(stats.acceptance_histogram[::-1])[::-1][1:]  # rounds that accepted at least 1, 2, ...
     falls = (
@@ -51,7 +51,7 @@ def diagnose(
 
     `domains` are those of the prompts. The drafter is in evaluation mode and can be replayed.
     """
-    traces = replay(target, recording, {"d": drafter}, draft_length)["d"]
+    traces = replay(target, recording, {"drafter": drafter}, draft_length)["drafter"]
     replayed = ReplayedDrafter(target, drafter, recording, draft_length, traces, domains or [], reference)
     wiring = [*other_identity(replayed), *other_wiring(replayed), *other_map(replayed)]
     causes = [*wiring, *other_template(replayed), *decay(replayed), *uncertain_target(replayed)]

@@ -1,8 +1,9 @@
 """Experiments with another wiring: another target, template, layers, features, or map of the draft vocabulary.
 
-The weights of a drafter fit one wiring only, so that the right one lifts the acceptance at once.
+The weights of a drafter fit one wiring only. So where it was given a wrong one, the right one raises its acceptance at
+once.
 
-Shapes: T tokens of a text, Vd draft vocabulary.
+Shapes: B rows, T tokens of a text, Vd draft vocabulary.
 """
 
 from collections import Counter
@@ -15,16 +16,23 @@ from torch import Tensor
 
 from draftsmith.inference.diagnosis.replayed_drafter import ReplayedDrafter, gain_text, significant_gain
 from draftsmith.inference.measuring.results import Finding
-from draftsmith.inference.replay.replay import AcceptanceTrace, acceptance_trace, record, replay, select_layers
-from draftsmith.inference.replay.token_scores import score_drafter, score_target
+from draftsmith.inference.replay.replay import (
+    AcceptanceTrace,
+    acceptance_trace,
+    read_texts,
+    record,
+    replay,
+    select_layers,
+)
+from draftsmith.inference.replay.token_scores import score_drafter
 from draftsmith.models.layers import shift_left
 from draftsmith.models.target.chat_template import opened_question
 from draftsmith.models.target.identity import PARTS
 from draftsmith.models.target.target import Features, spread_layer_ids
 
-KNOWN = 0.9  # share of first drafted tokens accepted, at least, of a drafter that reads the answer
-LEARNT = 1 / 3  # of that share, what a drafter that learnt something else reaches at least
-AGAIN = 0.5  # share of places, at least, where a drafter that reads the answer drafts the newest token again
+KNOWN = 0.9  # least share of first drafted tokens that is accepted where features hold the answer
+LEARNT = 1 / 3  # least part of that share that a drafter reaches on its own features if it learnt from such
+AGAIN = 0.5  # least share of places where a drafter that learnt to copy the answer drafts the newest token again
 TAIL = 3  # last tokens of a prompt, which show the template
 
 
@@ -46,7 +54,7 @@ def other_identity(replayed: ReplayedDrafter) -> Iterator[Finding]:
 
 
 def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Put prompts into the target's chat template that do not end as it opens an answer, and decode them again."""
+    """Decode prompts again inside the target's chat template, those that do not end as it opens an answer."""
     target, recording = replayed.target, replayed.recording
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
@@ -62,7 +70,7 @@ def other_template(replayed: ReplayedDrafter) -> Iterator[Finding]:
     inside = record(
         target, prompts, recording.sampling, recording.max_new_tokens, replayed.draft_length, recording.seed
     )
-    traces = replay(target, inside, {"d": replayed.drafter}, replayed.draft_length)["d"]
+    traces = replay(target, inside, {"drafter": replayed.drafter}, replayed.draft_length)["drafter"]
     before = replayed.stats([replayed.traces[index] for index in outside])
     if gain := significant_gain(replayed.stats(traces), before):
         yield Finding(
@@ -83,8 +91,8 @@ class Wiring:
     """The features of the target that a drafter reads."""
 
     layer_ids: tuple[int, ...]
-    shift: int = 0  # each slot gets the features of so many slots later
-    before_norm: bool = False  # the last hidden state before the final norm
+    shift: int = 0  # each slot gets the features of the slot that is so many later
+    before_norm: bool = False  # the last hidden state is read before the final norm
 
     def features(self, features: Features, all_ids: tuple[int, ...]) -> Features:
         """Return what the drafter reads out of the features of all layers."""
@@ -149,22 +157,19 @@ def traces_with(replayed: ReplayedDrafter, wirings: dict[str, Wiring]) -> dict[s
     layer_ids = {layer_id for wiring in wirings.values() for layer_id in wiring.layer_ids}
     all_ids = tuple(sorted({*layer_ids, target.num_layers}))
     traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in wirings}
-    for index in range(len(replayed.traces)):
-        batch = recording.batch(index, target.device)
-        features = target.features(batch, all_ids)
-        target_scores = score_target(target, features.last_hidden, batch, recording.sampling)
+    for index, (batch, features, target_scores) in enumerate(read_texts(target, recording, all_ids)):
         for name, wiring in wirings.items():
-            own = wiring.features(features, all_ids)
-            scores = score_drafter(replayed.drafter, batch, own, replayed.draft_length, recording.sampling)
+            wired = wiring.features(features, all_ids)
+            scores = score_drafter(replayed.drafter, batch, wired, replayed.draft_length, recording.sampling)
             traces[name].append(acceptance_trace(recording, index, target_scores, scores))
     return traces
 
 
 def reads_answer(replayed: ReplayedDrafter, shifted_traces: list[AcceptanceTrace]) -> bool:
-    """Return whether the drafter was trained on features of a slot later, if at all, from its traces on those.
+    """Return whether the drafter was trained on the features of one slot later, by its traces on such features.
 
-    Such features hold the answer, and lift the acceptance of other drafters, too. But a drafter that learnt something
-    else gets some tokens right on its own features, and does not draft the newest token again.
+    They hold the answer, so that they raise the acceptance of rightly trained drafters, too. But these get some tokens
+    right on their own features, and do not draft the newest token again there.
     """
     ids = replayed.target_ids
     again = [
@@ -180,10 +185,10 @@ def reads_answer(replayed: ReplayedDrafter, shifted_traces: list[AcceptanceTrace
 
 
 def other_map(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Find out what another map to target ids brings, where the drafter's own looks wrong.
+    """Find out what another map to target ids gains, where the drafter's own looks wrong.
 
-    A map looks wrong that has other ids than `t2d` marks, and then that map is tried; or the first ids only, and then
-    one is tried that was fitted to the other texts.
+    A map looks wrong where it has other ids than `t2d` marks; then the map that `t2d` marks is tried. It also looks
+    wrong where it has the first ids only; then a map that was fitted to the other texts is tried.
     """
     ids, marked = replayed.drafter.draft_to_target(), getattr(replayed.drafter, "t2d", None)
     if ids is None:
@@ -212,7 +217,10 @@ def other_map(replayed: ReplayedDrafter) -> Iterator[Finding]:
 
 
 def fitted_maps(replayed: ReplayedDrafter) -> list[np.ndarray]:
-    """Return a map [Vd] for each text: the commonest token, in the other texts, where a draft id was likeliest."""
+    """Return a map [Vd] for each text: to each draft id, the commonest token of the other texts where it was likeliest.
+
+    -2 stands for ids that never were, since it equals no token.
+    """
     pairs = [
         list(zip(trace.choice[:, 0].tolist(), trace.following[:, 0].tolist(), strict=True)) for trace in replayed.traces
     ]

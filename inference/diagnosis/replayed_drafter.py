@@ -1,4 +1,4 @@
-"""A drafter on recorded texts, and what a cause of low acceptance costs it: the ground of every diagnosis.
+"""A drafter on recorded texts, and what a cause of low acceptance costs it: what every diagnosis is based on.
 
 Shapes: N places of an answer where a round can start, K depths, Vd draft vocabulary.
 """
@@ -69,10 +69,10 @@ class ReplayedDrafter:
     def accepted_share(
         self, traces: list[AcceptanceTrace] | None = None, marks: list[np.ndarray] | None = None
     ) -> np.ndarray:
-        """Return the share accepted at each depth, [K], of the drafts that are offered.
+        """Return the share of drafted tokens that is accepted at each depth, [K], where all before them were.
 
-        `traces`: whose chances of acceptance count, by default its own. `marks`: bool [N, K] of each text, the drafts
-        that count, by default all.
+        `traces` have the chances of acceptance, by default the drafter's own. `marks`, bool [N, K] of each text, say
+        which drafted tokens count, by default all.
         """
         weights = [chance_offered(trace, self.draft_length, self.mode) for trace in self.traces]
         if marks is not None:
@@ -83,7 +83,7 @@ class ReplayedDrafter:
 
 
 def significant_gain(better: list[Stats], now: list[Stats]) -> PairedDifference | None:
-    """Return what is won in acceptance length, from counters by prompt; None where that is little or may be chance."""
+    """Return the gain in acceptance length, from counters by prompt; None where it is small or may be chance."""
     if len(now) < LEAST_PROMPTS:
         return None
     gain = paired_difference(better, now)

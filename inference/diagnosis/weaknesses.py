@@ -1,6 +1,8 @@
 """Weaknesses of a rightly wired drafter: vocabulary, later depths, an unsure target, temperature, unknown texts.
 
-Each is undone in the replayed chances of acceptance. Shapes: N places of an answer where a round can start, K depths.
+What a weakness costs is found by changing the replayed chances of acceptance to what they would be without it.
+
+Shapes: N places of an answer where a round can start, K depths.
 """
 
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ def outside_vocabulary(replayed: ReplayedDrafter) -> Iterator[Finding]:
 
 
 def decay(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Find out what later tokens of a draft lose, by making each as good as the first one of a draft that starts there.
+    """Find out what later tokens of a draft lose, by accepting each as often as a first token at its place.
 
     The same tokens of the same texts are compared, so that it makes no difference how hard they are.
     """
@@ -77,8 +79,8 @@ def listed(rates: np.ndarray) -> str:
 def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
     """Find out what it costs that the target is unsure.
 
-    Where it draws, that is how far no drafter of single tokens can reach; in greedy decoding, how much less often this
-    drafter is right where the target is unsure.
+    Above temperature 0 it is what no drafter of chains can reach. In greedy decoding it is what this drafter loses by
+    being right less often where the target is unsure.
     """
     if not replayed.recording.sampling.greedy:
         yield from even_draws(replayed)
@@ -99,7 +101,7 @@ def uncertain_target(replayed: ReplayedDrafter) -> Iterator[Finding]:
 
 
 def even_draws(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Find out how far a drafter falls short that always proposes the target's likeliest token."""
+    """Find out how many tokens of a draft are lost even where every proposal is the target's likeliest token."""
     ceiling = total_of(replayed.stats(replayed.with_accept(lambda trace, accept: trace.best)))
     length = ceiling.mean_acceptance_length
     lost = replayed.draft_length + 1 - length
@@ -127,7 +129,7 @@ def temperature(drawn: list[Stats], greedy: list[Stats], above_zero: float) -> I
 
 
 def domain_shift(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Find the domains whose interval lies below that of all others together."""
+    """Find the domains whose interval of the acceptance length lies below that of all other domains together."""
     stats = replayed.stats(replayed.traces)
     by_domain = list(zip(replayed.domains, stats, strict=bool(replayed.domains)))
     for domain in dict.fromkeys(replayed.domains):
@@ -151,7 +153,7 @@ def domain_shift(replayed: ReplayedDrafter) -> Iterator[Finding]:
 
 
 def less_than_before(replayed: ReplayedDrafter) -> Iterator[Finding]:
-    """Find out whether less than half of the first tokens are accepted that were accepted before."""
+    """Find out whether first tokens are accepted less than half as often as they were before."""
     first, reference = replayed.first_accepted(replayed.traces), replayed.reference
     if reference is None or first >= 0.5 * reference.first_accepted:
         return

@@ -1,7 +1,7 @@
 """The costs of a round on a device: milliseconds of drafting, of verification, of the host, and of a plain step.
 
-Times of short measurements (cost_measurement.py) are fitted by sums of few terms, none of them negative. Some settings
-are left out of the fit, and the error of the speedup that is predicted for them is kept with the costs.
+Times of short measurements (cost_measurement.py) are fitted by sums of a few terms, none of them negative. Some
+settings are left out of the fit; the errors of the speedups that are predicted for them are kept with the costs.
 
 A pass of the target over T = batch x (nodes + 1) tokens has the terms of a roofline: a fixed part (weights are read,
 kernels launched), a part for each token, and a part for the keys and values that attention reads (batch x context and
@@ -31,7 +31,10 @@ Terms = dict[str, NonNegative]  # by the name of a term: how often it is paid, o
 
 
 class CostModel(Protocol):
-    """Whatever tells the milliseconds of rounds: by measurements as `Costs` does, or by a roofline."""
+    """Whatever predicts the milliseconds of rounds: from measurements as `Costs` does, or by a roofline.
+
+    Its methods are those of `Costs`.
+    """
 
     def plain(self, batch: int, context: int) -> float: ...
 
@@ -65,10 +68,10 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class HeldOutRound(RoundTimes):
-    """A setting that was left out of the fit: its plain step, and the relative error of its predicted speedup."""
+    """A setting that was left out of the fit, the time of its plain step, and the error of its predicted speedup."""
 
     plain_ms: float
-    speedup_error: float
+    speedup_error: float  # relative
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class HeldOutErrors:
 
 @dataclass(frozen=True)
 class Costs:
-    """Fitted costs in milliseconds, as costs.json holds them. With `draft_length` 0 a round is a plain step."""
+    """The fitted costs of rounds in milliseconds, as costs.json holds them."""
 
     device: str
     target: str
@@ -100,7 +103,7 @@ class Costs:
     drafted: Share = 1.0  # share of a request's rounds that have a draft, which looked-up ones may not
 
     def drafting_in(self, share: float) -> "Costs":
-        """Return the costs of a drafter that has a draft in this share of a request's rounds."""
+        """Return these costs for a drafter that has a draft in only this share of a request's rounds."""
         return replace(self, drafted=share if self.drops_columns else 1.0)
 
     def plain(self, batch: int, context: int) -> float:
@@ -112,7 +115,10 @@ class Costs:
         return total_cost(self.draft_ms, draft_terms(draft_length, batch, context, nodes))
 
     def verify(self, nodes: int, batch: int, context: int, tree: bool = False) -> float:
-        """Return the mean time of the target's pass over `nodes` + 1 tokens of each request, with verification."""
+        """Return the mean time of the target's pass over `nodes` + 1 tokens of each request, with their verification.
+
+        Where `drops_columns` it is the mean over rounds in which some request has a draft and rounds in which none has.
+        """
         whole = total_cost(self.verify_ms, pass_terms(nodes, batch, context, tree))
         none_drafted = (1 - self.drafted) ** batch
         if not nodes or not none_drafted:
@@ -120,7 +126,10 @@ class Costs:
         return whole + none_drafted * (self.verify(0, batch, context) - whole)
 
     def round(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
-        """Return the time of a whole round. With `nodes` the draft is a tree of depth `draft_length`."""
+        """Return the time of a whole round, which at `draft_length` 0 is a plain step.
+
+        With `nodes` the draft is a tree of depth `draft_length`.
+        """
         if draft_length == 0:
             return self.plain(batch, context)
         verify = self.verify(nodes or draft_length, batch, context, nodes is not None)
@@ -141,7 +150,7 @@ class Costs:
 
 
 def tokens_of_pass(tokens: int) -> Terms:
-    """Return how often a pass over so many tokens pays each term that goes by their number."""
+    """Return how often a pass over so many tokens pays each term that depends on their number alone."""
     starts = {f"token up to {kink}": min(tokens, kink) for kink in SLOW_STARTS}
     kinks = {f"token from {kink} on": max(0, tokens - kink) for kink in KINKS}
     return {"pass": 1.0, "token": tokens, **starts, **kinks}
@@ -175,7 +184,7 @@ def total_cost(costs: Terms, terms: Terms) -> float:
 
 
 def fit_costs(times: list[RoundTimes]) -> Costs:
-    """Return the costs that explain measured rounds, plain steps among them; who was measured is left empty."""
+    """Return the costs that fit measured rounds and plain steps; the names of device and models are left empty."""
     rounds, steps = [row for row in times if row.draft_length], [row for row in times if not row.draft_length]
     return Costs(
         device="",
@@ -196,19 +205,20 @@ def fit_costs(times: list[RoundTimes]) -> Costs:
 
 
 def fit_terms(rows: list[Terms], milliseconds: Sequence[float]) -> Terms:
-    """Return the cost of each term that has one, none negative, by least squares of the relative error."""
+    """Return the milliseconds of each term that costs any, by non-negative least squares of the relative errors."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     measured = np.maximum(np.asarray(milliseconds, dtype=float), 1e-6)
     matrix = np.array([[row[name] for name in names] for row in rows], dtype=float) / measured[:, None]
-    lengths = np.linalg.norm(matrix, axis=0)  # columns of like size: terms are paid once, or a million times
+    lengths = np.linalg.norm(matrix, axis=0)  # scales columns alike: terms are paid once, or a million times
     fitted = nnls(matrix / lengths, np.ones(len(measured)))[0] / lengths
     return {name: float(cost) for name, cost in zip(names, fitted, strict=True) if cost > 0}
 
 
 def speedup_errors(costs: Costs, times: list[RoundTimes]) -> HeldOutErrors:
-    """Return the relative errors of predicted speedups, which are those of the ratio of two times.
+    """Return the relative errors of predicted speedups at measured settings.
 
-    The acceptance cancels out. `times` hold a plain step of each batch size and context.
+    The acceptance cancels out, which leaves those of the ratio of a round to a plain step. `times` hold a plain step of
+    each batch size and context.
     """
     plain = {(row.batch, row.context): row.round_ms for row in times if row.draft_length == 0}
     rows = []

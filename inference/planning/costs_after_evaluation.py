@@ -22,8 +22,9 @@ def costs_beside(
 ) -> Costs | None:
     """Measure costs up to the batch size, draft length and tree of measured rows, in about `seconds` at most.
 
-    Returns None where that is too little for the least number of rounds, each as slow as in the slowest of the rows,
-    where nothing was drafted, and where the target's context is too short.
+    `on_progress` gets the share of the work that is done. Returns None where nothing was drafted, where the target's
+    context is too short, and where the time is too short for the least number of rounds, each as slow as in the slowest
+    of the rows.
     """
     drafted = [row for row in rows if row.acceptance.num_drafts]
     if not drafted:

@@ -1,8 +1,8 @@
-"""Predicts the speedup of batches that take no new requests, each of which lasts as long as its slowest request.
+"""Predicts the speedup of fixed batches, which take no new requests and last as long as their slowest request.
 
 A server gives the row of a finished request to the next one. Its batch stays full, and its speedup follows from the
-tokens that a round emits (`Costs.speedup`). `evaluate` decodes fixed batches. There the number of rounds is the largest
-of any request, finished rows are idle, and on a CPU the rows right of the last running one are no longer computed.
+tokens that a round emits (`Costs.speedup`). `evaluate` decodes fixed batches. The slowest request decides on the number
+of their rounds, finished rows are idle, and on a CPU the rows right of the last running one are no longer computed.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ NUM_BATCHES = 64  # batches that are drawn from the requests
 
 @dataclass(frozen=True)
 class RequestProfile:
-    """The length of one request and its number of rounds, from its first token on."""
+    """The lengths of one request in tokens, and its number of rounds."""
 
     prompt_length: int
-    num_tokens: int
+    num_tokens: int  # of the answer, without the first one, which reading the prompt gives
     num_rounds: int
 
     def context(self, number: int) -> float:
-        """Return its number of tokens by the middle of a round."""
+        """Return the number of its tokens in the middle of round `number`, counted from 0."""
         return self.prompt_length + self.num_tokens * (number + 0.5) / self.num_rounds
 
 
 @dataclass(frozen=True)
 class DecodedRequest:
-    """A request as it was decoded once, with chains as long as any that are asked about."""
+    """A request as it was decoded once, with chains as long as the longest that `profile` is asked for."""
 
     prompt_length: int
     stats: Stats
@@ -62,9 +62,10 @@ def batch_milliseconds(
     drops_rows: bool,
     nodes: int | None = None,
 ) -> float:
-    """Return the time of all rounds of a fixed batch, with chains of a length or by schedule, or trees of `nodes`.
+    """Return the milliseconds of all rounds of a fixed batch.
 
-    `drops_rows`: the rows right of the last running one are not computed, as on a CPU.
+    `draft` is the length of chains, or a schedule of lengths; with `nodes` it is the depth of trees. `drops_rows`: the
+    rows right of the last running one are not computed, as on a CPU.
     """
     total = 0.0
     for number in range(max(profile.num_rounds for profile in profiles)):

@@ -1,9 +1,10 @@
 """Predicted times of rounds on a GPU that is not here, by a roofline of its data sheet and the target's sizes.
 
 A pass takes the longer of two times: to read its weights, or to multiply its tokens by them (Williams, Waterman and
-Patterson, Roofline, CACM 2009). To it comes the time in which attention reads the caches of all texts, and times that
-no data sheet tells: of kernels that start one after the other, and of the engine between rounds. `Assumptions` holds
-these; docs/roofline.md says how far the whole is off. templates/plan_panel.js computes the same.
+Patterson, Roofline, CACM 2009). Added to it are the time in which attention reads the caches of all texts, and times
+that no data sheet tells: of kernels that start one after the other, and of the engine between rounds. `Assumptions`
+holds these; docs/roofline.md compares the predictions with measurements. recipes/pages/templates/plan_panel.js computes
+the same.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ LARGEST_BATCH = 4096
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The numbers that no data sheet tells."""
+    """The numbers that no data sheet tells. Times are in milliseconds."""
 
     bandwidth_share: AboveZero = 0.9  # of a data sheet's bandwidth that reading weights and caches reaches
     flops_share: AboveZero = 0.7  # of its operations a second that products of matrices reach
     layer_ms: NonNegative = 0.02  # of a layer, for the starts and ends of its kernels
     step_ms: NonNegative = 1.0  # of a round or plain step, for scheduling, sampling and the host
-    draft_pass_ms: NonNegative = 0.4  # of a pass of the drafter, likewise
+    draft_pass_ms: NonNegative = 0.4  # of a pass of the drafter, for the same
     exchange_ms: NonNegative = 0.01  # of each of a layer's two exchanges among several GPUs
     memory_share: AboveZero = 0.9  # of a GPU's memory that weights and caches may fill
     cache_bytes: NonNegative = 2.0  # of a value in the cache of keys and values
@@ -35,10 +36,10 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """The sizes of a drafter that set its speed.
+    """The sizes of a drafter that its speed depends on.
 
-    Its `passes`: "token", one pass for each drafted token; "head", weights of their own for each; "block", one pass for
-    all; "none", drafts that are looked up.
+    `passes` says how it drafts: "token", by one pass for each token; "head", likewise, with weights of its own for each
+    token; "block", by one pass for all tokens; "none", by looking them up.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """Operations a second of all GPUs, in the type that they multiply weights of this type in."""
+        """Operations a second of all GPUs, in the type in which they multiply such weights."""
         per_gpu = {"fp8": self.gpu.fp8, "fp4": self.gpu.fp4}.get(self.weights)
         return self.num_gpus * self.assumptions.flops_share * (per_gpu or self.gpu.bf16)
 
@@ -75,7 +76,7 @@ class Machine:
         return self.assumptions.layer_ms + exchanges
 
     def pass_ms(self, weight_bytes: float, cache_bytes: float, operations: float, layers: int) -> float:
-        """Return the time of a pass that reads so many bytes and takes so many operations.
+        """Return the milliseconds of a pass that reads so many bytes and takes so many operations.
 
         Weights are read while tokens are multiplied by them; caches are read in between, by attention.
         """
@@ -84,7 +85,7 @@ class Machine:
 
 
 def touched(group: RoutedExperts, tokens: int) -> float:
-    """Return how many experts of a layer so many tokens are sent to, in expectation, each by a choice of its own."""
+    """Return the expected number of experts of a layer that read some of so many tokens, which choose independently."""
     return group.experts * (1 - (1 - group.chosen / group.experts) ** tokens)
 
 
@@ -100,7 +101,7 @@ class TargetTimes:
         return self.shape.kept_bytes(context, self.machine.assumptions.cache_bytes)
 
     def moved_bytes(self, context: int) -> float:
-        """Return the bytes that a pass reads and writes of what is kept; running states are written anew."""
+        """Return the bytes of a text that a pass reads and writes: what is kept of it, and its new running states."""
         return self.kept_bytes(context) + self.shape.state_bytes
 
     def weight_bytes(self, tokens: int) -> float:
@@ -110,10 +111,11 @@ class TargetTimes:
         return layers + BYTES["bf16"] * self.shape.head_weights
 
     def reading_ms(self, tokens: int, batch: int, context: int) -> float:
+        """Return the milliseconds in which a pass reads weights and caches."""
         return 1000 * (self.weight_bytes(tokens) + batch * self.moved_bytes(context)) / self.machine.bandwidth
 
     def computing_ms(self, tokens: int) -> float:
-        """Return the time of the products with weights; those of attention's scores are not counted."""
+        """Return the milliseconds of the products with weights; those of attention's scores are not counted."""
         return 1000 * 2 * tokens * self.shape.active_weights / self.machine.flops
 
     def verify(self, nodes: int, batch: int, context: int) -> float:
@@ -144,6 +146,7 @@ class TargetTimes:
         return (self.bound_from(0) or LARGEST_BATCH + 1) - 1
 
     def computes(self, batch: int, context: int) -> bool:
+        """Return whether a plain step computes longer than it reads."""
         return self.computing_ms(batch) >= self.reading_ms(batch, batch, context)
 
     def stored_bytes(self) -> float:
@@ -168,16 +171,16 @@ class RooflineCosts:
         return self.target.plain(batch, context)
 
     def draft(self, draft_length: int, batch: int, context: int) -> float:
-        """Return the time of drafting chains of this length for all texts. The drafter's weights are in bf16."""
+        """Return the milliseconds of drafting chains for all texts. The drafter's weights are in bf16."""
         drafter, machine = self.drafter, self.target.machine
         if drafter.passes == "none" or draft_length == 0:
             return 0.0
-        in_a_row = 1 if drafter.passes == "block" else draft_length
+        num_passes = 1 if drafter.passes == "block" else draft_length
         rows = batch * draft_length if drafter.passes == "block" else batch
         weights = drafter.weights / (drafter.longest or 1) if drafter.passes == "head" else drafter.weights
         cache = batch * context * drafter.cache_values * machine.assumptions.cache_bytes
-        one = machine.pass_ms(BYTES["bf16"] * weights, cache, 2 * rows * weights, drafter.layers)
-        return in_a_row * (one + machine.assumptions.draft_pass_ms)
+        pass_ms = machine.pass_ms(BYTES["bf16"] * weights, cache, 2 * rows * weights, drafter.layers)
+        return num_passes * (pass_ms + machine.assumptions.draft_pass_ms)
 
     def round(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
         """Return the time of a whole round; with `nodes` the draft is a tree of depth `draft_length`."""
@@ -196,14 +199,14 @@ class RooflineCosts:
 
 
 def reply_seconds(tokens: int, token_ms: float) -> float:
-    """Return the time in which a text grows by so many tokens, one in `token_ms`, its prompt read already."""
+    """Return the seconds in which a text grows by so many tokens, one in `token_ms`, after its prompt was read."""
     return tokens * token_ms / 1000
 
 
 def dollars_per_million(price: float, num_gpus: int, batch: int, token_ms: float) -> float:
-    """Return what a million tokens cost where a GPU costs `price` an hour and all rows of the batch are busy.
+    """Return the dollars for a million tokens, at a `price` of dollars an hour for a GPU.
 
-    Each of them grows by a token in `token_ms`.
+    All rows of the batch are busy, and each grows by a token in `token_ms`.
     """
     tokens_a_second = batch / (token_ms / 1000)
     return price * num_gpus / 3600 / tokens_a_second * 1e6

@@ -13,7 +13,6 @@ from draftsmith.models.errors import UserError
 NVIDIA, GEFORCE, AMD = "https://www.nvidia.com/en-us/", "https://images.nvidia.com/aem-dam/", "https://www.amd.com/en/"
 INSTINCT = f"{AMD}products/accelerators/instinct/"
 
-
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -25,7 +24,7 @@ class Gpu:
     bandwidth: Amount  # bytes a second from its memory
     memory: Amount  # bytes
     bf16: Amount  # operations a second
-    fp8: Amount | None  # None: it multiplies no such numbers
+    fp8: Amount | None  # None: it cannot multiply such numbers
     fp4: Amount | None
     link: Amount  # bytes a second that it gets from the other GPUs of its machine
     source: str
@@ -103,14 +102,17 @@ GPUS: dict[str, Gpu] = {
 
 def gpu_named(name: str) -> Gpu:
     """Return a GPU by its name, in small or large letters. Raises `UserError` naming those that are known."""
-    found = next((gpu for known, gpu in GPUS.items() if known.lower() == name.lower().replace(" ", "-")), None)
-    if found is None:
-        raise UserError(f"--gpu {name}: no data sheet of it is known: give one of {', '.join(GPUS)}")
-    return found
+    for gpu in GPUS.values():
+        if gpu.name.lower() == name.lower().replace(" ", "-"):
+            return gpu
+    raise UserError(f"--gpu {name}: no data sheet of it is known: give one of {', '.join(GPUS)}")
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the GPU that a driver names so, by the words of its name, the most of them; None for an unknown one."""
+    """Return the GPU whose name's words all stand in a driver's name of a device; None where there is no such GPU.
+
+    Of several it is the one with the most words.
+    """
     words = set(device_name.lower().replace("-", " ").split())
-    found = [gpu for name, gpu in GPUS.items() if set(name.lower().split("-")) <= words]
-    return max(found, key=lambda gpu: len(gpu.name.split("-")), default=None)
+    matching = [gpu for name, gpu in GPUS.items() if set(name.lower().split("-")) <= words]
+    return max(matching, key=lambda gpu: len(gpu.name.split("-")), default=None)

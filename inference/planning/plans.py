@@ -1,6 +1,6 @@
-"""The content of plan.json: what rounds cost on a device, what acceptance pays there, and what to expect of it.
+"""The content of plan.json: what rounds cost on a device, which acceptance pays there, and what to expect.
 
-That of gpu_plan.json, too, whose device is not here.
+gpu_plan.json, which says the same for a GPU that is not here, stands below.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class BatchCosts:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance to plan with."""
+    """An acceptance to plan with, and where it was measured."""
 
     where: str
     source: str
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of plain steps at a context, and what fits."""
+    """The times of plain steps at a context, and how many texts fit."""
 
     context: Count
     milliseconds: dict[str, NonNegative]  # by batch size
@@ -107,7 +107,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The speed of decoding at a batch size, in one way."""
+    """The speed of decoding at a batch size, by one drafter at one acceptance, or of plain decoding."""
 
     batch_size: Count
     drafter: str
@@ -128,7 +128,7 @@ class DataFlow:
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """A way of making the target's features for a training, and what the whole run takes in this way."""
+    """A way of making the target's features for a training, and what the whole run takes with it."""
 
     name: str
     tokens_per_micro_batch: Count  # the recipe's, or as many as fit

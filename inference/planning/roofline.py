@@ -1,9 +1,9 @@
-"""Predicted costs of a round where nothing was measured, by a roofline, in steps of plain decoding.
+"""Predicts the costs of a round where nothing was measured, by a roofline, in steps of plain decoding.
 
 A pass of the target takes the longer of two times: to read its weights and the keys and values of all texts, or to
 compute its tokens (Williams, Waterman and Patterson, Roofline, CACM 2009). The unit is the time that reading the
-target's weights takes. While reading is longer, more tokens in a pass cost nothing; from `ridge` tokens on each costs.
-That is the cliff behind which speculation stops to pay. templates/playground.js computes the same.
+target's weights takes. While reading is longer, more tokens in a pass cost nothing; from `ridge` tokens on each costs,
+and speculation soon stops paying. recipes/pages/templates/playground.js computes the same.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def roofline_costs(model: Roofline, batch_size: int, context: int, longest: int)
     """Return the costs of rounds with chains of 0 to `longest` tokens, each text having `context` tokens."""
     cached = batch_size * context
     plain = pass_time(model, batch_size, cached)
-    draft_pass = model.draft_cost * max(1.0, batch_size / model.ridge)  # it reads its weights, or computes, likewise
+    draft_pass = model.draft_cost * max(1.0, batch_size / model.ridge)  # reads the drafter's weights, or computes
     return RoundCosts(
         batch_size,
         [(min(length, 1) if model.parallel else length) * draft_pass / plain for length in range(longest + 1)],

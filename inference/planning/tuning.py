@@ -1,4 +1,4 @@
-"""The best draft length, tree and schedule for one drafter, from acceptance on some prompts and from measured costs."""
+"""Chooses draft length, tree and schedule for one drafter, from acceptance on some prompts and from measured costs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,9 +30,9 @@ from draftsmith.models.ranges import Natural, NonNegative
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.typed_json import optional, to_json
 
-LONGEST = 8  # draft length that is tried
-RANKS, TREE_NODES = 8, 32  # of a tree, at most
-ANSWERS = 24  # that rank accuracies are counted on, at most
+LONGEST = 8  # most tokens of a chain that are tried
+RANKS, TREE_NODES = 8, 32  # most children of a node, and most nodes, of a tree that is tried
+ANSWERS = 24  # most answers that rank accuracies are counted on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Tuning:
     confidence: ConfidenceChoice | None  # ending chains by confidence, likewise; None where that was not tried
     rates: list[float | None]  # conditional acceptance rates, the first that of all rounds
     accuracies: list[list[float]]  # by depth and rank; empty where no tree was fitted
-    predicted: list[PredictedDraft]  # of each batch size the chain, then those of confidence and tree that pay
+    predicted: list[PredictedDraft]  # the chain of each batch size, then the confident chain and the tree if they pay
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of choice.json that the fit gives."""
@@ -87,9 +87,9 @@ def tune(
     settings: MeasureSettings,
     batches: Sequence[int],
 ) -> tuple[Tuning, Costs]:
-    """Measure acceptance at the longest draft length, and costs, and return the best for these batch sizes, which rise.
+    """Measure acceptance at the longest draft length, then costs; return the best draft for each of some batch sizes.
 
-    Raises `UserError` where no answer is longer than a token.
+    The batch sizes rise. Raises `UserError` where no answer is longer than a token.
     """
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
@@ -116,9 +116,9 @@ def tune(
     if drafter.can_branch and greedy:
         accuracies = rank_accuracies(drafter, target, texts, longest, RANKS)
         tree = fit_tree(accuracies, costs, batch, context, TREE_NODES)
-        of_tree = predicted_tree(tree, accuracies, costs, batch, context)
-        if of_tree.speedup > predicted[0].speedup:
-            predicted.append(of_tree)
+        tree_draft = predicted_tree(tree, accuracies, costs, batch, context)
+        if tree_draft.speedup > predicted[0].speedup:
+            predicted.append(tree_draft)
         else:
             tree = None
     return Tuning(schedule, tree, confidence, rates, accuracies, predicted), costs
@@ -133,7 +133,7 @@ def predicted_chain(
     requests: list[DecodedRequest],
     on_cpu: bool,
 ) -> PredictedDraft:
-    """Return what is predicted of the schedule's chain at a batch size; `requests` tell the rounds of fixed batches."""
+    """Return the prediction for the schedule's chain at a batch size; `requests` give the rounds of fixed batches."""
     length = schedule.draft_length(batch)
     emitted = acceptance_length(rates, length)
     return PredictedDraft(

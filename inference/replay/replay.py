@@ -1,4 +1,4 @@
-"""Counterfactual replay: texts that the target once wrote tell what any drafter, draft and verification mode would do.
+"""Counterfactual replay: texts that the target once wrote show what any drafter, draft and verification mode would do.
 
 Lossless verification leaves the distribution of the text as it is. So a text x that was recorded by plain decoding at
 some temperature is as good as one that decoding with any drafter gives. Let a round start with i tokens of the answer
@@ -18,12 +18,13 @@ Markov chain along the text, whose expected counters are summed exactly. In gree
 or 1, and the counters are those of the decoder on this very text.
 
 Some settings cannot be replayed, since their draft or their test depends on tokens that x does not hold: dynamic trees,
-block verification, and drawing without replacement. Nor can lossy modes, which write other texts, nor drafters that
-have no teacher-forced form. A recording has one temperature.
+block verification, and drawing without replacement. Lossy modes cannot be replayed either, since they write other
+texts, nor can drafters that predict nothing from a text alone. A recording has one temperature.
 
 Shapes: N places of an answer where a round can start, K depths, T tokens of a text.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -58,7 +59,7 @@ class Lookup(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """Answers of the target. They go on for some tokens beyond the limit where they do not end: a draft looks ahead."""
+    """Answers of the target; those that do not end go beyond the limit by as many tokens as a draft looks ahead."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -120,18 +121,25 @@ def replay(
         check_replayed(drafter)
     layer_ids = tuple(sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids}))
     traces: dict[str, list[AcceptanceTrace]] = {name: [] for name in drafters}
-    for index in range(len(recording.prompts)):
-        batch = recording.batch(index, target.device)
-        features = target.features(batch, layer_ids)
-        target_scores = score_target(target, features.last_hidden, batch, recording.sampling)
+    for index, (batch, features, target_scores) in enumerate(read_texts(target, recording, layer_ids)):
         for name, drafter in drafters.items():
             if isinstance(drafter, Lookup):
                 scores = score_lookup(drafter, recording, index, longest)
             else:
-                own = select_layers(features, layer_ids, drafter.layer_ids)
-                scores = score_drafter(drafter, batch, own, longest, recording.sampling)
+                own_features = select_layers(features, layer_ids, drafter.layer_ids)
+                scores = score_drafter(drafter, batch, own_features, longest, recording.sampling)
             traces[name].append(acceptance_trace(recording, index, target_scores, scores))
     return traces
+
+
+def read_texts(
+    target: Target, recording: Recording, layer_ids: tuple[int, ...]
+) -> Iterator[tuple[Batch, Features, TargetScores]]:
+    """Yield each recorded text as a batch of one row, with the features of some layers and the target's scores."""
+    for index in range(len(recording.prompts)):
+        batch = recording.batch(index, target.device)
+        features = target.features(batch, layer_ids)
+        yield batch, features, score_target(target, features.last_hidden, batch, recording.sampling)
 
 
 def select_layers(features: Features, layer_ids: tuple[int, ...], wanted: tuple[int, ...]) -> Features:

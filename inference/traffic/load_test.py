@@ -1,8 +1,8 @@
-"""A load test: requests arrive over time. What do they get, and how fast?
+"""A load test: requests arrive over time, and their waiting times and the throughput are measured.
 
-Open: requests arrive by a Poisson process of some rate, whatever has become of those before. Closed: so many clients
-send their next request when they have the answer to the last. Each load is a stage, and a stage is run by every
-contender on the same requests. docs/load.md defines what is counted.
+In an open test requests arrive by a Poisson process of some rate, whether those before are answered or not. In a closed
+test some clients each send their next request when they have the answer to the last. Each load is a stage, and every
+contender runs a stage on the same requests. docs/load.md defines what is counted.
 """
 
 import time
@@ -25,12 +25,12 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import flat, with_flat_parts
 
 WARM_UP_TOKENS = 8  # of each request before a stage; nothing of it counts
-TIMED_ROUNDS = 8  # for each cost of an adaptive schedule
+TIMED_ROUNDS = 8  # rounds that are timed for each cost of an adaptive schedule
 
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """The requests of a load test, and the limits of latency that they are held against."""
+    """The requests of a load test, and the limits that their latencies are compared with."""
 
     loads: tuple[Load, ...]  # of one mode, rising
     num_requests: int = 50  # of a run
@@ -48,7 +48,7 @@ class LoadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The settings of a load test with the prompts that it sent."""
+    """The settings of a load test, and the prompts that it sent."""
 
     settings: LoadSettings = flat()
     prompt_set: str
@@ -82,7 +82,7 @@ class LoadTest:
     verdict: str
 
     def __post_init__(self) -> None:
-        """Refuse stages that cannot be compared: each contender is held against speculation off at the same loads."""
+        """Refuse stages that cannot be compared: every contender needs all loads, and "off" is among them."""
         stages = {(stage.contender, stage.load): len(stage.repeats) for stage in self.stages}
         if not stages or {("off", load): count for (_, load), count in stages.items()}.items() - stages.items():
             raise ValueError("stages are missing with speculation off")
@@ -130,14 +130,14 @@ def run_load_test(
                 generation = contender.start(num_rows, longest, clock.now)
                 runs[contender.name].append(serve(generation, plan, prompts, load, clock))
                 on_progress()
-        for name, own in runs.items():
-            stages.append(stage_result(load, name, own, settings.sla))
-            answers[name] += [answer.token_ids for run in own for answer in run.answers]
+        for name, repeats in runs.items():
+            stages.append(stage_result(load, name, repeats, settings.sla))
+            answers[name] += [answer.token_ids for run in repeats for answer in run.answers]
     return stages, answers
 
 
 def warm_up(contender: Contender, prompts: list[list[int]], num_rows: int) -> None:
-    """Decode a few tokens in all rows."""
+    """Decode a few tokens in all rows, which are not counted."""
     generation = contender.start(num_rows, max(map(len, prompts)))
     for number in range(num_rows):
         limit = min(WARM_UP_TOKENS, contender.settings.max_new_tokens)

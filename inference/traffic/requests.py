@@ -7,8 +7,8 @@ import numpy as np
 
 from draftsmith.models.errors import UserError
 
-FAR = 1.5  # factor by which a length may differ from the one that was drawn for it
-FAR_SHARE = 0.1  # share of the requests that may differ more
+FAR = 1.5  # factor by which the length of a request may differ from the one that was drawn for it
+FAR_SHARE = 0.1  # share of the requests whose lengths may differ more
 NUM_DRAWN = 10_000  # lengths that a check draws
 
 
@@ -60,14 +60,15 @@ def plan_requests(
     gaps = rng.exponential(1 / load.value, count)
     picks = rng.integers(len(prompts), size=count)
     if prompt_lengths is not None:
-        own = np.array([len(prompt) for prompt in prompts])
-        ties = rng.permutation(len(prompts))  # so that of equally near prompts any may be taken
-        picks = ties[nearest(own[ties], prompt_lengths.draw(rng, count))]
+        lengths = np.array([len(prompt) for prompt in prompts])
+        order = rng.permutation(len(prompts))  # so that any of equally near prompts may be taken
+        picks = order[nearest(lengths[order], prompt_lengths.draw(rng, count))]
     limits = np.full(count, max_new_tokens)
     if output_lengths is not None:
         limits = np.minimum(output_lengths.draw(rng, count), max_new_tokens)
     seconds = np.cumsum(gaps) - gaps[0]
-    return [Sent(int(p), int(n), float(s)) for p, n, s in zip(picks, limits, seconds, strict=True)]
+    plan = zip(picks, limits, seconds, strict=True)
+    return [Sent(int(prompt), int(limit), float(arrival)) for prompt, limit, arrival in plan]
 
 
 def nearest(lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:

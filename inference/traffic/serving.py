@@ -1,11 +1,11 @@
-"""Requests that arrive over time are decoded, and wait where all rows are taken."""
+"""Decodes requests that arrive over time; a request waits while no row is free."""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.counters import Stats, total_of
 from draftsmith.inference.decoding.generation import Generation
 from draftsmith.inference.traffic.requests import Load, Sent
 
@@ -97,5 +97,4 @@ def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], lo
         )
         for arrival, sent, request in zip(arrived, plan, generation.requests, strict=True)
     ]
-    stats = [request.stats for request in generation.requests]
-    return ServedRun(answers, steps, sum(stats[1:], stats[0]))
+    return ServedRun(answers, steps, total_of([request.stats for request in generation.requests]))

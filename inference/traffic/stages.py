@@ -7,8 +7,9 @@ from statistics import fmean, stdev
 from typing import Literal
 
 import numpy as np
-from scipy.stats import t as students_t
+from scipy.special import stdtrit
 
+from draftsmith.inference.decoding.counters import total_of
 from draftsmith.inference.measuring.results import Interval, Percentiles
 from draftsmith.inference.measuring.speed import percentiles
 from draftsmith.inference.traffic.requests import Load
@@ -77,7 +78,10 @@ class StageResult:
 
 @dataclass(frozen=True)
 class CountedPart:
-    """The part of a run that counts: requests behind the warm-up, and the time until the load falls."""
+    """The part of a run that counts: the requests after the warm-up, and the time until the load falls.
+
+    Times are in seconds since the start of the run.
+    """
 
     run: ServedRun
     answers: list[Answer]
@@ -98,7 +102,7 @@ class CountedPart:
         return sum(answer.arrived < self.end for answer in self.answers)
 
     def result(self, sla: Sla) -> RepeatResult:
-        """Return the figures of this part alone. Goodput is the share of its requests that kept the limits a second."""
+        """Return the figures of this part alone. Goodput is the number of requests a second that kept the limits."""
         tpots = tpots_ms(self.answers)
         median = float(np.median(tpots)) if tpots else None
         goodput = sla_share(self.answers, sla) * self.num_arrivals / self.seconds
@@ -106,10 +110,10 @@ class CountedPart:
 
 
 def counted_part(run: ServedRun, load: Load) -> CountedPart:
-    """Leave out the first fifth of a run's requests, among closed clients at least the first of each.
+    """Return a run without the first fifth of its requests, and in a closed test without the first of each client.
 
-    Times are counted from the arrival of the first request behind them until the load falls: at the last arrival, or
-    when a client is answered that has no request left.
+    The time that counts begins with the arrival of the next request. It ends where the load falls: at the last arrival,
+    or in a closed test when the first client is answered that has no request left.
     """
     num_clients = int(load.value) if load.mode == "concurrency" else 0
     answers = run.answers[max(num_clients, int(len(run.answers) * WARM_UP_SHARE)) :]
@@ -122,15 +126,15 @@ def counted_part(run: ServedRun, load: Load) -> CountedPart:
 def stage_result(load: Load, contender: str, runs: list[ServedRun], sla: Sla) -> StageResult:
     """Pool the repeats of a stage.
 
-    The rate is of arrivals in the time that counts: of n requests of an open test, which lie n - 1 gaps apart, the last
-    arrives at its end.
+    The rate of requests is that of arrivals in the time that counts. In an open test the last request arrives at the
+    end of that time, so that n requests have n - 1 gaps.
     """
     parts = [counted_part(run, load) for run in runs]
     answers = [answer for part in parts for answer in part.answers]
     seconds = sum(part.seconds for part in parts)
     requests_per_second = sum(part.num_arrivals for part in parts) / seconds
     share = sla_share(answers, sla)
-    stats = sum((run.stats for run in runs[1:]), runs[0].stats)
+    stats = total_of([run.stats for run in runs])
     ttft_ms = percentiles([answer.ttft * 1000 for answer in answers])
     tpot_ms = percentiles(tpots_ms(answers))
     return StageResult(
@@ -163,6 +167,7 @@ def sla_share(answers: Sequence[Answer], sla: Sla) -> float:
 
 
 def tpots_ms(answers: Sequence[Answer]) -> list[float]:
+    """Return the milliseconds per token after the first of each answer that has more than one."""
     return [answer.tpot * 1000 for answer in answers if answer.tpot is not None]
 
 
@@ -200,31 +205,27 @@ class Gain:
     def text(self) -> str:
         if math.isinf(self.ratio):
             return "plain decoding keeps none"
-        return (
-            f"{self.ratio:.2f}x [{self.interval[0]:.2f}, {self.interval[1]:.2f}]"
-            if self.interval
-            else (f"{self.ratio:.2f}x")
-        )
+        spread = f" [{self.interval[0]:.2f}, {self.interval[1]:.2f}]" if self.interval else ""
+        return f"{self.ratio:.2f}x{spread}"
 
 
 def gains(stages: Sequence[StageResult], contender: str) -> dict[float, Gain]:
-    """Return what a contender gains at each load, rising."""
-    by_place = {(stage.load, stage.contender): stage for stage in stages}
+    """Return a contender's gain over speculation off at each load, rising."""
+    by_setting = {(stage.load, stage.contender): stage for stage in stages}
     loads = sorted({stage.load for stage in stages})
-    return {load: gain(by_place[load, contender], by_place[load, "off"]) for load in loads}
+    return {load: gain(by_setting[load, contender], by_setting[load, "off"]) for load in loads}
 
 
 def gain(stage: StageResult, off: StageResult) -> Gain:
     """Compare two stages of one load. A repeat of both has the same requests.
 
-    Where one of them misses the SLA, goodput is compared. Else closed clients take what they get, so throughput is; at
-    a given rate of arrivals everybody is answered in the end, only later, so the inverse of the median time per token
-    is.
+    Where one of them misses the SLA, goodput is compared; else, in a closed test, throughput. In an open test all
+    requests are answered sooner or later, so that the inverse of the median time per token is compared.
     """
     pairs = list(zip(stage.repeats, off.repeats, strict=True))
     if False in (stage.within_sla, off.within_sla):
-        known = [(own.goodput_requests_per_second, other.goodput_requests_per_second) for own, other in pairs]
-        speeds = [(own, other) for own, other in known if own is not None and other is not None]
+        goodputs = [(own.goodput_requests_per_second, other.goodput_requests_per_second) for own, other in pairs]
+        speeds = [(own, other) for own, other in goodputs if own is not None and other is not None]
         pooled = stage.goodput_requests_per_second, off.goodput_requests_per_second
     elif stage.mode == "concurrency":
         speeds = [(own.throughput_tokens_per_second, other.throughput_tokens_per_second) for own, other in pairs]
@@ -236,7 +237,7 @@ def gain(stage: StageResult, off: StageResult) -> Gain:
 
 
 def gain_over_repeats(speeds: Sequence[tuple[float, float]]) -> Gain:
-    """Return the ratio of the means of both sides over repeats, by Student's interval of their paired differences."""
+    """Return the ratio of the two means over repeats, with Student's interval of their paired differences."""
     reference = fmean(other for _, other in speeds)
     differences = [own - other for own, other in speeds]
     if not reference:
@@ -244,12 +245,12 @@ def gain_over_repeats(speeds: Sequence[tuple[float, float]]) -> Gain:
     ratio, count = 1 + fmean(differences) / reference, len(speeds)
     if count < 2:
         return Gain(ratio, None)
-    half = float(students_t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count) / reference
+    half = float(stdtrit(count - 1, 0.975)) * stdev(differences) / math.sqrt(count) / reference
     return Gain(ratio, (ratio - half, ratio + half))
 
 
 def reason_against(on: StageResult, off: StageResult, gain: Gain) -> str:
-    """Return why speculation is not said to pay at a load; nothing where it does."""
+    """Return why speculation does not pay at a load, or is not known to; an empty text where it pays."""
     if on.within_sla is None:
         return f"has too few requests to judge the SLA ({on.num_counted} counted, {LEAST_FOR_P95} needed)"
     if not on.within_sla:
@@ -265,13 +266,13 @@ def reason_against(on: StageResult, off: StageResult, gain: Gain) -> str:
 def verdict(stages: Sequence[StageResult]) -> str:
     """Return up to which load speculation pays, in one line.
 
-    It does where the SLA is kept with it, and its gain has an interval above 1.
+    It pays where it keeps the SLA and the interval of its gain lies above 1.
     """
     unit = "at once" if stages[0].mode == "concurrency" else "a second"
-    by_place = {(stage.load, stage.contender): stage for stage in stages}
+    by_setting = {(stage.load, stage.contender): stage for stage in stages}
     paying = ""
     for load, gain in gains(stages, "on").items():
-        reason = reason_against(by_place[load, "on"], by_place[load, "off"], gain)
+        reason = reason_against(by_setting[load, "on"], by_setting[load, "off"], gain)
         if reason:
             if paying:
                 return f"{paying}; it {reason} at {load:g} ({gain.text})"

@@ -1,9 +1,9 @@
 """Triton kernels of acceptance_rules.py: the same names, arguments and results, in one to four launches a rule.
 
-The plain rules are the specification. Here no distribution over the vocabulary is ever in memory: logits are read in
-chunks, and the next token is drawn from (p - lam q)+, where lam is 0 if p itself is meant. Tensors lie on one CUDA
-device. Logits are contiguous, since a hidden copy of them would cost more than the rule. Nothing waits for the device,
-and only the results and a few numbers a chunk are allocated.
+The plain rules are the specification, also for functions without a docstring. Here no distribution over the vocabulary
+is ever in memory: logits are read in chunks, and the next token is drawn from (p - lam q)+, where lam is 0 if p itself
+is meant. All tensors are on one CUDA device. Logits are contiguous, since a hidden copy of them would cost more than
+the rule. Nothing waits for the device, and only the results and a few numbers a chunk are allocated.
 
 Shapes: B rows, N nodes, T = N + 1 columns, D depth, P columns with draft logits, V vocabulary in CHUNKS chunks of CHUNK
 logits, NODES the power of 2 from T on. In kernels, `row` is a row of the batch, and [NODES] runs over columns.

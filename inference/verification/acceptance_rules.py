@@ -5,19 +5,19 @@ are tested against. tests/inference/test_verify.py proves the lossless rules by 
 that means.
 
 mode                 drafts                      draft logits  uniforms                  distribution of the output
-greedy               any tree, chosen anyhow     -             -                         the target's argmax
-one_hot              any tree, chosen anyhow     -             [B, D + 1]                exact, token for token
+greedy               any tree, however chosen    -             -                         the target's argmax
+one_hot              any tree, however chosen    -             [B, D + 1]                exact, token for token
 probabilistic        chain drawn from q          [B, N, V]     [B, N] and [B, N + 1]     exact
 block                chain drawn from q          [B, N, V]     [B, N] and [B, N + 1]     exact
 without_replacement  tree, siblings drawn from   [B, P, V]     [B, N] and [B, D + 1]     exact
                      q without replacement
-typical              any tree, chosen anyhow     -             -                         LOSSY
-synthetic            any tree, chosen anyhow     -             [B, D]                    LOSSY: for timing only
+typical              any tree, however chosen    -             -                         LOSSY
+synthetic            any tree, however chosen    -             [B, D]                    LOSSY: for timing only
 
 Shapes: B rows, N drafted tokens (nodes), T = N + 1 columns of the window (column 0 is the newest committed token, node
 i stands in column i + 1), D at least the nodes on any path (D = N says that all rows are chains, whose parents may be
-None), V vocabulary, P columns, the last that has children among them. Logits come from `sampling.cut`, and at least one
-of a row is finite.
+None), V vocabulary, P columns, at least those up to the last that has children. Logits come from `sampling.cut`, and at
+least one of a row is finite.
 The target's logits at column c are for what follows it, and p is their softmax. The drafter's logits at column c are
 what the children of column c were drawn from, and q is their softmax. Uniforms are in (0, 1) and independent of the
 drafts.
@@ -181,10 +181,10 @@ def typical(
     stands = (tokens >= 0) & (log_chance.exp() > threshold.gather(1, parents + 1))
 
     above = parent_columns(parents)  # [B, T]
-    line = [torch.arange(above.shape[1], device=above.device).expand_as(above)]
+    generations = [torch.arange(above.shape[1], device=above.device).expand_as(above)]
     for _ in range(depth):
-        line.append(above.gather(1, line[-1]))
-    lines = torch.stack(line, 1)  # [B, D + 1, T]: each column, its parent, and so on; the root repeats
+        generations.append(above.gather(1, generations[-1]))
+    lines = torch.stack(generations, 1)  # [B, D + 1, T]: each column, its parent, and so on; the root repeats
     index = rows[:, None, None], lines
     all_stand = F.pad(stands, (1, 0), value=True)[index].all(1)  # [B, T]
     log_likelihood = F.pad(log_chance, (1, 0))[index].sum(1)
@@ -199,7 +199,7 @@ def typical(
 def synthetic(
     logits: Tensor, tokens: Tensor, parents: Tensor | None, depth: int, rates: Tensor, uniforms: Tensor
 ) -> Verified:
-    """LOSSY: accept at given rates whatever is drafted, to time decoding at an acceptance that no drafter has yet.
+    """LOSSY: accept drafts by rates, whatever their tokens are, to time decoding at an acceptance that is only assumed.
 
     The first child of an accepted column is accepted with the conditional rate of its depth, rates [D], by the coins
     uniforms [B, D]. The next token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
@@ -208,13 +208,13 @@ def synthetic(
     first_child = torch.zeros(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device)
     for node in range(num_nodes - 1, -1, -1):  # the first child writes last; 0 where a column has none
         first_child.scatter_(1, parents[:, node, None] + 1, node + 1)
-    heads = (uniforms < rates).long().cumprod(1).bool()  # [B, D]
+    accepts = (uniforms < rates).long().cumprod(1).bool()  # [B, D]
     column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
     num_accepted = torch.zeros_like(column)
     columns = []
-    for head in heads.unbind(1):
+    for accepts_depth in accepts.unbind(1):
         child = first_child.gather(1, column)
-        accepted = head[:, None] & (child > 0)
+        accepted = accepts_depth[:, None] & (child > 0)
         column = torch.where(accepted, child, column)
         num_accepted = num_accepted + accepted
         columns.append(column)

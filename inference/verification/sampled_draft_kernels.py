@@ -30,6 +30,7 @@ class Tree(NamedTuple):
 
 
 def tree_of(tokens: Tensor, parents: Tensor | None) -> Tree:
+    """Return the trees of tokens and parents [B, N]; without parents they are chains."""
     if parents is None:
         return Tree(tokens.contiguous(), None, 0)
     assert parents.shape[1] < 2 or parents.stride(1) == 1
@@ -82,7 +83,10 @@ def _residual(p, q, lam):
 
 @triton.jit
 def draft_probabilities(rows, row, width, token, V, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Return the probability of the n-th draft, [NODES], under the n-th distribution of a row; 0 without a draft."""
+    """Return the probabilities [NODES] of each draft n under distribution n of a row; 0 where there is no draft.
+
+    `width` is the number of distributions of a row.
+    """
     exists = (token >= 0)[:, None]
     at = (row * width + tl.arange(0, token.shape[0]))[:, None]
     distribution, _ = load_distribution(rows, at, tl.where(exists, V, 0), CHUNK, CHUNKS)
