@@ -21,13 +21,14 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 class Batch:
     """Right-padded rows of training text.
 
-    A batch on a device keeps itself `on_host`, too: what hangs on its values is made there, where nobody has to wait.
+    A batch on a device keeps its copy `on_host`: what depends on its values is made there, without waiting for the
+    device.
     """
 
     token_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the target wrote; never on a document's first
-    documents: Tensor | None = None  # [B, T] int64: the document of its row that a token is of, padding -1; None: one
-    source: "Batch | None" = None  # the batch of the host's memory that this one is a copy of
+    documents: Tensor | None = None  # [B, T] int64 number of each token's document, -1 for padding; None: one a row
+    source: "Batch | None" = None  # the batch in the host's memory that this one is a copy of
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on the device; the host does not wait for the copy."""
@@ -58,8 +59,8 @@ class Batch:
     def attention_mask(self) -> Tensor | None:
         """Return which tokens each token sees, those up to it in its document, as `slot_attention` reads it.
 
-        None: all before. Else int64 [1, 1, 1, D + 1]: where each of D documents begins among all B * T slots, and the
-        end; the padding of a row counts as a document.
+        None: each sees all tokens up to it. Else int64 [1, 1, 1, D + 1]: where each of D documents begins among all
+        B * T slots, and the end; the padding of a row counts as a document.
         """
         documents = self.on_host.documents
         if documents is None:

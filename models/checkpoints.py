@@ -80,7 +80,7 @@ class DrafterFiles:
 
 
 def files_of(drafter: Drafter, dtype: torch.dtype = torch.float32) -> DrafterFiles:
-    """Return the files of a drafter, which training goes on without changing."""
+    """Return the files of a drafter as it is now; training that goes on does not change them."""
     changed = drafter.changed_target() if drafter.config.changes_target else None
     return DrafterFiles(checkpoint_of(drafter, dtype), drafter.target, changed)
 
@@ -138,7 +138,10 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
 
 
 def load_cascade(first: str, second: str, target: Target) -> Cascade | DraftModelCascade:
-    """Return the cascade of a lookup or a small draft model and of what is asked behind it. Raises `UserError`."""
+    """Return the cascade of a lookup and a trained drafter, or of two draft models.
+
+    Raises `UserError` where the two make none.
+    """
     if second in DRAFTERS and not os.path.isdir(second):
         raise UserError(f"drafter '{first}+{second}': behind the + give the directory of a trained drafter")
     before, behind = load_drafter(first, target), load_drafter(second, target)
@@ -153,7 +156,10 @@ def load_cascade(first: str, second: str, target: Target) -> Cascade | DraftMode
 
 
 def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
-    """Return a checkpoint's drafter in fp32. Raises `UserError` where it is unknown or made for another target."""
+    """Return the drafter of a checkpoint in fp32.
+
+    Raises `UserError` where its kind is unknown, its files are damaged, or it was made for another target.
+    """
     if checkpoint.kind not in DRAFTERS:
         raise UserError(
             f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"

@@ -1,6 +1,6 @@
 """The settings of every family of drafters: what a recipe or a user can set, and `config.yaml` and checkpoints keep.
 
-Nothing slow is imported here, so that a mistake in a setting is told at once.
+Nothing slow is imported here, so that a mistake in a setting is reported at once.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -53,7 +53,7 @@ class DrafterConfig:
     def of_checkpoint(cls: type[C], config: dict[str, Any], **sizes: Any) -> C:
         """Return the config of a drafter from its config.json, with the sizes that the layout names by other keys.
 
-        Raises `UserError` for a field that there is not: a newer version has written it.
+        Raises `UserError` for an unknown field, which a newer version has written.
         """
         own = config.get("draftsmith", {})
         if unknown := sorted(own.keys() - {entry.name for entry in fields(cls)}):
@@ -65,7 +65,7 @@ class DrafterConfig:
 
     @property
     def starts_from_layers(self) -> bool:
-        """Whether a new drafter is made of the target's layers, which features that are stored do not bring along."""
+        """Whether a new drafter is made of the target's layers, so that stored features are not enough to start it."""
         return False
 
     @property
@@ -85,7 +85,10 @@ class DrafterConfig:
 
 @dataclass
 class ReducedVocabulary(DrafterConfig):
-    """Fields of the families that can draft from a part of the target's vocabulary; one of the two, or all of it."""
+    """Fields of the families that can draft from a part of the target's vocabulary.
+
+    At most one of the two is set; without either it is the whole vocabulary.
+    """
 
     fixed_fields: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "draft_vocab_coverage")
     draft_vocab_size: Count | None = None  # so many of the tokens that the target writes most often
@@ -155,9 +158,9 @@ class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
 class MtpConfig(DrafterConfig):
     fixed_fields = ("starting_layers",)
     kind: str = "mtp"
+    # Of a new drafter: the target's own head, or a new head with a random layer or a copy of the target's last one.
+    # None: the target's own head where it has one, else a new head with a copy.
     starting_layers: Literal["native", "random", "target"] | None = None
-    # of a new drafter: the target's own head, or a random layer or a copy of the target's last one in a new head; None:
-    # the own head where the target has one, else a copy
     unroll_steps: Depth = 3  # tokens in a row that the one layer is trained to draft
     step_decay: Share = 0.6  # weight of unrolled step k is step_decay ** k (FastMTP, arXiv 2509.18362)
     divergence: Divergence = "forward_kl"
@@ -234,9 +237,7 @@ class DFlashConfig(ReducedVocabulary, LayersLikeTarget):
 class DFlash2Config(DFlashConfig):
     fixed_fields = (*DFlashConfig.fixed_fields, "conv_kernel_size", "conv_group_size")
     kind: str = "dflash2"
-    conv_kernel_size: Annotated[Depth, Field(ge=2)] = (
-        2  # rows of a block that a convolution mixes: one, and those before
-    )
+    conv_kernel_size: Annotated[Depth, Field(ge=2)] = 2  # rows that a convolution mixes: each, and those before it
     conv_group_size: Count = 16  # channels that share a part of their kernel; must divide the target's width
 
     def __post_init__(self) -> None:
@@ -381,19 +382,21 @@ class DraftModelCascadeConfig(DrafterConfig):
 DRAFTER_CONFIGS: dict[str, type[DrafterConfig]] = {
     config_class.kind: config_class
     for config_class in (
-        *(
-            EagleConfig,
-            Eagle3Config,
-            PEagleConfig,
-            DFlashConfig,
-            DFlash2Config,
-            DSparkConfig,
-            DominoConfig,
-            MtpConfig,
-            MedusaConfig,
-            HydraConfig,
-        ),
-        *(MLPSpeculatorConfig, DraftModelConfig),
-        *(NgramConfig, SuffixConfig, LookaheadConfig, NoneConfig),
+        EagleConfig,
+        Eagle3Config,
+        PEagleConfig,
+        DFlashConfig,
+        DFlash2Config,
+        DSparkConfig,
+        DominoConfig,
+        MtpConfig,
+        MedusaConfig,
+        HydraConfig,
+        MLPSpeculatorConfig,
+        DraftModelConfig,
+        NgramConfig,
+        SuffixConfig,
+        LookaheadConfig,
+        NoneConfig,
     )
 }

@@ -16,7 +16,7 @@ UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u20
 
 def printable(text: str, kept: str = "\n\t") -> str:
     """Return a text with escapes such as `\\x1b` in place of characters that steer a terminal or turn text around."""
-    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
+    return UNPRINTABLE.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
@@ -36,7 +36,7 @@ class UserError(ValueError):
 
 
 def require_at_least(name: str, value: float, least: float = 1) -> None:
-    """Refuse a setting below `least`."""
+    """Raise `UserError` for a setting below `least`, and for NaN."""
     if not value >= least:
         raise UserError(f"{name} {value}: give at least {least}")
 

@@ -1,6 +1,7 @@
-"""Writing files and folders so that nobody ever finds half of one.
+"""Writing of files and folders, whole or not at all.
 
-Whatever ends a write (a kill, an interruption, a full disk), there is what was there before, or all of the new.
+Whatever interrupts a write (a kill, a signal, a full disk), what is found afterwards is the old content or all of the
+new.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from draftsmith.models.reading import open_regular
 
 PARTIAL = ".partial"  # hidden folder that is being written
 COMPLETE = ".complete"  # hidden folder whose files, all written, move into the folder around it
-ROOM_IN_NAMES = 20  # bytes by which a hidden name, under which something is written, is longer
-# Texts by which libraries, which have errors of their own, tell of a disk that takes no more.
+ROOM_IN_NAMES = 20  # bytes by which the hidden name of a file that is being written is longer than its own
+# Texts of the system that libraries put into errors of their own where a disk cannot be written to.
 DISK_FAULTS = tuple(
     os.strerror(number)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EACCES, errno.ENOTDIR)
@@ -60,11 +61,11 @@ def file_hash(path: Path) -> str:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a hidden folder to write into, whose files lie in the folder `path` when the block has ended without error.
+    """Yield a hidden folder to write into; its files move to the folder `path` when the block ends without an error.
 
     A new folder appears at once. Files for one that exists are all written before the first of them moves there, and a
-    process that is killed between two of them leaves the others to `finish_moving`. Errors name `path` in place of the
-    hidden folder. The caller sees to it that no other process writes there (`locked`).
+    process that is killed between two moves leaves the rest to `finish_moving`. Errors name `path` in place of the
+    hidden folder. The caller makes sure that no other process writes there (`locked`).
     """
     exists = path.is_dir()
     partial = path / PARTIAL if exists else path.with_name(f".{path.name}{PARTIAL}")
@@ -84,10 +85,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def finish_moving(folder: Path) -> None:
-    """Move the files into a folder that were written for it as a whole, as far as they are not there yet.
+    """Move those files into a folder that `whole_folder` wrote for it and that are not there yet.
 
-    They take the places of files of the same names, a checksum before its file, and config.json, without which nothing
-    loads the others, as the last.
+    They replace files of the same names. A checksum moves before its file, and config.json, without which nothing loads
+    the others, moves last.
     """
     complete = folder / COMPLETE
     if not complete.is_dir():

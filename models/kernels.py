@@ -1,6 +1,6 @@
-"""Tell where Triton kernels run, and keep the counters by which programs of a kernel share their work.
+"""Tells where Triton kernels run, and keeps the counters by which the programs of a kernel share their work.
 
-They run on a GPU, and, for whoever doubts a kernel, in Triton's interpreter on a CPU.
+Kernels run on a GPU and, to check them, in Triton's interpreter on a CPU.
 
 With the environment variable DRAFTSMITH_KERNELS=interpreter everything that a GPU would run through a kernel runs
 through the same kernel on CPU tensors, slowly, in fp32 or fp16; rounds have the fixed shapes that they have on a GPU.
@@ -26,7 +26,7 @@ _counters: ContextVar[Tensor | None] = ContextVar("counters", default=None)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Return whether kernels serve the tensors of a device, in rounds of fixed shapes."""
+    """Return whether kernels compute on the tensors of a device, and rounds of decoding have fixed shapes."""
     return device.type == "cuda" or (device.type == "cpu" and SWITCH in os.environ and _interpreted())
 
 

@@ -23,7 +23,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class DecodingNorm:
-    """The same norm as `RMSNorm`, for decoding with weights that stay as they are.
+    """The same norm as `RMSNorm`, for decoding, where weights do not change.
 
     In fp32 as x * (weight * r) / sqrt(|x|^2 + r^2 eps) with r^2 the width: four operators, where torch's own is nine
     on a CPU.
@@ -31,7 +31,7 @@ class DecodingNorm:
 
     @torch.no_grad()
     def __init__(self, weight: Tensor, eps: float) -> None:
-        """weight [H], or one for each of several things side by side, [..., H]."""
+        """Take a weight [H], or [..., H] with one for each of several inputs side by side."""
         require_at_least("rms_norm_eps", eps, 0)
         width = weight.shape[-1]
         self.weight, self.eps = weight, eps
@@ -39,7 +39,7 @@ class DecodingNorm:
         self.floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Norm x [..., H]; `out` is for fp32 only."""
+        """Return the normed x [..., H], in fp32 written to `out` where one is given."""
         if x.dtype != torch.float32:
             return nn.functional.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -69,21 +69,21 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
 def as_computed(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that autocast computes in.
 
-    It is for parts of a weight, since autocast casts views at each use, and for operators that autocast does not know.
+    Use it for parts of a weight, since autocast casts views at each use, and for operators that autocast does not know.
     """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def made_anew(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Return what is computed, which a gradient makes anew: where keeping its steps takes much memory."""
+    """Return what `compute` gives; the backward pass computes it again, so that no memory holds what led to it."""
     if not torch.is_grad_enabled():
         return compute(*arguments)
     return checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def store_by_columns(linear: nn.Linear) -> None:
-    """Lay out the matrix, whose values stay, as a CPU multiplies a single row by it fastest."""
+    """Lay out the matrix by columns, so that a CPU multiplies a single row by it fastest; its values stay."""
     linear.weight.data = linear.weight.data.t().contiguous().t()
 
 

@@ -1,6 +1,6 @@
 """The places of targets and drafters: a directory, or a name on the Hub of which single files are fetched.
 
-Neither torch nor transformers is imported here, so that a name of nothing is told at once.
+Neither torch nor transformers is imported here, so that a wrong name is reported at once.
 """
 
 import os
@@ -16,9 +16,9 @@ CONFIG = "config.json"
 
 
 def find_file(name: str | Path, file: str) -> Path | None:
-    """Return a file of a model, downloaded where need be; None where there is none.
+    """Return the path of a file of a model, downloaded where need be; None where the model has no such file.
 
-    Raises `UserError` where the Hub does not give it.
+    Raises `UserError` where the Hub does not give the file.
     """
     if os.path.isdir(name):
         path = Path(name) / file
@@ -31,7 +31,7 @@ def find_file(name: str | Path, file: str) -> Path | None:
 
 
 def target_config_file(name: str | Path) -> Path:
-    """Return config.json of a target. Raises `UserError` where there is none."""
+    """Return the path of a target's config.json. Raises `UserError` where there is none."""
     name = named("target", name)
     if os.path.isfile(name):
         raise UserError(f"{name} is a file: give a Hub name or a model directory, such as {Path(name).parent}")
@@ -42,7 +42,7 @@ def target_config_file(name: str | Path) -> Path:
 
 
 def drafter_config_file(name: str | Path) -> Path:
-    """Return config.json of a drafter. Raises `UserError` where there is none, and names a checkpoint nearby."""
+    """Return the path of a drafter's config.json. Raises `UserError`, naming a checkpoint nearby, without one."""
     name = named("drafter", name)
     directory = Path(name)
     if os.path.isfile(name):
@@ -66,6 +66,6 @@ def drafter_config_file(name: str | Path) -> Path:
 
 
 def checkpoint_of_run(run: Path) -> Path | None:
-    """Return the checkpoint to give instead of a run's folder: the best, or the newest where none was measured."""
+    """Return the best checkpoint of a run's folder, or the newest where none was measured; None without any."""
     newest = max((run / "checkpoints").glob("step-*"), default=None)
     return run / "best" if (run / "best").is_dir() else newest

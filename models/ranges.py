@@ -1,6 +1,6 @@
 """The types of settings: what a number, a name or a path may be, on the command line and in YAML alike.
 
-`checked` reads a value as such a type. Nothing slow is imported here, so that a mistake is told at once.
+`checked` reads a value as such a type. Nothing slow is imported here, so that a mistake is reported at once.
 """
 
 import os
@@ -107,9 +107,10 @@ def checked(kind: Any, value: Any, name: str = "", strict: bool = False) -> Any:
 
 
 def checked_fields(kind: Any, values: Mapping[str, Any], prefix: str, strict: bool = False) -> dict[str, Any]:
-    """Return those of the values that are fields of a dataclass by their names, each as its type takes it.
+    """Return those of the values that are fields of a dataclass, each as the field's type takes it.
 
-    A dataclass may give its own, as Python checks no types. Raises `UserError` as `checked` does, also for `strict`.
+    A dataclass may check its own values so, as Python checks no types. `strict` and the `UserError` are those of
+    `checked`; names begin with `prefix`.
     """
     hints = _types(kind)
     return {name: checked(hints[name], values[name], prefix + name, strict) for name in hints if name in values}
@@ -129,7 +130,7 @@ def _types(kind: Any) -> dict[str, Any]:
 
 
 def named(what: str, name: Any) -> str:
-    """Return a Hub name or a path as text. Raises `UserError`, which says what it names, for anything else."""
+    """Return a Hub name or a path as text. Raises `UserError`, which begins with `what`, for anything else."""
     return checked(Name, str(name) if isinstance(name, Path) else name, what)
 
 

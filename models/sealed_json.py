@@ -1,6 +1,6 @@
 """State that a command keeps for its next call, sealed by a hash: what a disk or an editor has changed is not believed.
 
-The fields of such a file hang on each other in ways that no type tells, so a changed one is refused as a whole.
+The fields of such a file depend on each other in ways that no type expresses, so a changed file is refused as a whole.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ def flat() -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """Return what a JSON file holds of a value. A type with a method `to_json` says that by itself."""
+    """Return what a JSON file holds of a value; where its type has a method `to_json`, that decides."""
     if hasattr(value, "to_json"):
         return to_json(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):

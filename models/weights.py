@@ -1,6 +1,6 @@
-"""Weights on disk, which anybody may have written: read without running code, and held against config.json.
+"""Weights on disk, which anybody may have written: they are read without running code and compared with config.json.
 
-Nothing is allocated for sizes that a config claims and no tensor has, and no loop runs for parts that no tensor is of.
+Nothing is allocated for a size that a config claims and no tensor has, and no loop runs over parts without tensors.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.reading import open_tensors, refuse_stand_in
 
-PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # fields that count parts with own tensors
+PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # fields that count parts with tensors
 OTHER_TYPES = {  # of safetensors: those that quantised weights are stored in
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -33,9 +33,9 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Return the wanted tensors of a .safetensors file, or else of a file of `torch.save`.
 
-    On `meta` they have sizes and no values, and fp32 stands for all floating-point types of 16 bits or more. `mapped`:
-    those of a .safetensors file get into memory when they are used. Raises `UserError` for a file that is damaged, is
-    not what its name says, or holds more than tensors.
+    On device `meta` they have sizes and no values, and fp32 stands for all floating-point types of 16 bits or more.
+    `mapped`: those of a .safetensors file are read when they are used. Raises `UserError` for a file that is damaged,
+    is not what its name says, or holds more than tensors.
     """
     if path.suffix != ".safetensors":
         return {name: tensor for name, tensor in _read_pickle(path, device).items() if wanted(name)}
@@ -95,7 +95,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def check_counts(config: dict[str, Any], most: int, place: str) -> None:
-    """Refuse a config.json with more layers, heads or experts than there are tensors: to build them might not end."""
+    """Raise `UserError` where config.json, at any depth, counts more layers, heads or experts than there are tensors.
+
+    To build so many might never end.
+    """
     parts = [config]
     while parts:
         for key, value in parts.pop().items():

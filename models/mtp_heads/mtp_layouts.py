@@ -19,8 +19,8 @@ class HeadLayout:
     """The names and the rules of one family's head."""
 
     count: str  # field of the target's config.json with the number of heads
-    prefix: str  # of all tensors of the head; {layers} stands for the number of the target's layers
-    layer: str = ""  # of the decoder layer's tensors, behind the prefix
+    prefix: str  # of the names of all tensors of the head; {layers} stands for the number of the target's layers
+    layer: str = ""  # further prefix of the decoder layer's tensors
     token_norm: str  # norm of the token's embedding
     state_norm: str  # norm of the target's state
     fuse: str  # matrix that makes the layer's input of both
@@ -30,7 +30,7 @@ class HeadLayout:
     reads_normed: bool = True  # the target's state is taken behind its final norm
     recycles_normed: bool = True  # further tokens read the layer's output behind its last norm
     zeroes_first: bool = False  # at position 0 the embedding counts as zero
-    architecture: str | None = None  # that an engine tells the head by, where the model type alone does not
+    architecture: str | None = None  # by which an engine knows the head, where the model type alone is not enough
 
     def names(self) -> dict[str, str]:
         """Return the head's own name of each part, by that of `Mtp`."""
@@ -73,7 +73,7 @@ DEEPSEEK = HeadLayout(
     repeats=("embed_tokens.weight", "shared_head.head.weight"),
     zeroes_first=True,
 )
-LAYOUTS: dict[str, HeadLayout] = {  # by the target's model_type; the first three have no heads but those made here
+LAYOUTS: dict[str, HeadLayout] = {  # by the target's model_type; the first three have no heads of their own
     "llama": MIMO,
     "mistral": MIMO,
     "qwen3": QWEN,
@@ -109,7 +109,7 @@ def head_layout(config: PretrainedConfig) -> HeadLayout:
 
 
 def num_heads(config: PretrainedConfig, layout: HeadLayout) -> int:
-    """Return the number of heads that a target's config claims; of GLM it is 1 even where the files have none.
+    """Return the number of heads that a target's config claims; GLM's claims 1 even where the files have none.
 
     Raises `UserError` where the field is no whole number.
     """
@@ -140,7 +140,7 @@ def from_layout(tensors: dict[str, Tensor], layout: HeadLayout, config: Pretrain
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with those of all experts, as transformers holds them, taken apart as checkpoints have them.
+    """Return tensors with a matrix for each expert, as checkpoints have them, from one for all, as transformers does.
 
     `experts.gate_up_proj` [E, 2 I, H] and `experts.down_proj` [E, H, I] become three matrices of each of E experts.
     """
@@ -153,8 +153,8 @@ def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         pieces = (
             {"gate": tensor.chunk(2, 1)[0], "up": tensor.chunk(2, 1)[1]} if part == "gate_up_proj" else {"down": tensor}
         )
-        for piece, of_all in pieces.items():
-            apart |= {f"{path}.{expert}.{piece}_proj.weight": matrix for expert, matrix in enumerate(of_all)}
+        for piece, matrices in pieces.items():
+            apart |= {f"{path}.{expert}.{piece}_proj.weight": matrix for expert, matrix in enumerate(matrices)}
     return apart
 
 
@@ -167,10 +167,10 @@ def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             joined[name] = tensor
         else:
             experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
-    for path, of_path in experts.items():
-        matrices = [of_path[number] for number in sorted(of_path)]
-        if any(matrix.keys() != {"gate", "up", "down"} for matrix in matrices):
+    for path, by_number in experts.items():
+        parts = [by_number[number] for number in sorted(by_number)]
+        if any(part.keys() != {"gate", "up", "down"} for part in parts):
             raise UserError(f"the target's {path} lack some of their matrices: get its files whole")
-        joined[f"{path}.gate_up_proj"] = torch.stack([torch.cat([m["gate"], m["up"]]) for m in matrices])
-        joined[f"{path}.down_proj"] = torch.stack([m["down"] for m in matrices])
+        joined[f"{path}.gate_up_proj"] = torch.stack([torch.cat([part["gate"], part["up"]]) for part in parts])
+        joined[f"{path}.down_proj"] = torch.stack([part["down"] for part in parts])
     return joined

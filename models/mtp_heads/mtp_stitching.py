@@ -1,7 +1,7 @@
 """A copy of a target's files with a head for further tokens among its tensors, as engines load it.
 
-Engines read every tensor of every weight file, so a trained tensor has to stand in the place of the one that it came
-from: the files that hold parts of the head are written anew, all other weights are linked.
+Engines read every tensor of every weight file, so a trained tensor has to take the place of the one that it was trained
+from. The files that hold parts of the head are written anew; all others are linked or copied.
 """
 
 import os
@@ -32,10 +32,10 @@ AS_QWEN2 = ("llama", "mistral")  # targets that vLLM serves with a head as the Q
 def write_with_head(
     name: str, config: PretrainedConfig, head: dict[str, Tensor], layout: HeadLayout, folder: Path
 ) -> None:
-    """Write a copy of a target, a directory or a Hub name, into an empty folder, with a head by its names there.
+    """Write a copy of a target, which is a directory or a Hub name, into an empty folder, with a head in its files.
 
-    `config` is the target's. Tensors that the target has already are replaced in their own dtypes; no other one
-    changes. Raises `UserError` where no engine would serve the copy.
+    `config` is the target's, and `head` has the names of the target's files. Tensors that the target has already are
+    replaced in their own dtypes; no other one changes. Raises `UserError` where no engine would serve the copy.
     """
     source = directory_of(name)
     places, content = weight_places(source), read_json_object(source / CONFIG)
@@ -50,8 +50,8 @@ def write_with_head(
             "BF16 model that they were made from"
         )
     if is_new:
-        content, beside = with_new_head(config, content, layout)
-        head = head | beside
+        content, biases = with_new_head(config, content, layout)
+        head = head | biases
     elif missing := sorted(head.keys() - places.keys()):
         raise UserError(f"the files of {name} hold a part of a head, without {missing[0]}: get them whole")
     one_file = SAFE_WEIGHTS_NAME in places.values()
@@ -89,7 +89,7 @@ def with_new_head(
         content["architectures"] = [layout.architecture]
     if config.model_type not in AS_QWEN2:
         return content, {}
-    width, heads, kept = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    width, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     flags = [name for name in ("attention_bias", "mlp_bias", "sliding_window") if getattr(config, name, None)]
     if flags or width * heads != config.hidden_size:
         reason = f"{flags[0]} {getattr(config, flags[0])}" if flags else f"head_dim {width}"
@@ -99,7 +99,7 @@ def with_new_head(
         )
     layers = [f"model.layers.{layer}." for layer in range(config.num_hidden_layers)]
     places = [f"{layer}self_attn." for layer in (*layers, layout.prefix)]
-    sizes = {"q": heads * width, "k": kept * width, "v": kept * width}
+    sizes = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width}
     biases = {f"{place}{part}_proj.bias": torch.zeros(size) for place in places for part, size in sizes.items()}
     return {**config.to_dict(), **content, "model_type": "qwen2"}, biases
 
@@ -133,7 +133,7 @@ def dtype_of_norms(source: Path, places: dict[str, str]) -> torch.dtype:
 
 
 def copy_others(source: Path, folder: Path, written: set[str]) -> None:
-    """Copy all files of a directory but those that are written anew; weights, which nobody changes, by hard links."""
+    """Copy all files of a directory but those that are written anew; safetensors are hard links where that works."""
     for path in source.iterdir():
         if path.is_file() and path.name not in written:
             linked = path.suffix == ".safetensors" and link(path, folder / path.name)

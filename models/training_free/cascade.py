@@ -1,8 +1,8 @@
 """A cascade: look the draft up where the text repeats itself, and let a trained drafter draft where it does not.
 
-As SuffixDecoding's hybrid (arXiv 2411.04975, section 4.3) and SAM-Decoding (arXiv 2411.10666): a long match is accepted
-more often than what a trained drafter says. Each row takes the one or the other; drafts are chains, and verified
-one-hot above temperature 0.
+SuffixDecoding's hybrid (arXiv 2411.04975, section 4.3) and SAM-Decoding (arXiv 2411.10666) do the same, since a long
+match is accepted more often than what a trained drafter proposes. Each row takes one of the two drafts. Drafts are
+chains, and above temperature 0 they are verified in mode `one_hot`.
 """
 
 from dataclasses import replace
@@ -18,13 +18,13 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.window import Window
-from draftsmith.models.target.target import Features, Target
+from draftsmith.models.target.target import Features
 from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.models.training_free.suffix import Suffix
 
 
 class Cascade(Drafter):
-    """Not an entry of `DRAFTERS`: it is made of two of them, as `load_drafter` does for `suffix+CHECKPOINT`."""
+    """A lookup and a trained drafter. `DRAFTERS` lacks it: `load_drafter` makes it for `suffix+CHECKPOINT`."""
 
     kind = "cascade"
     config_class = CascadeConfig
@@ -42,10 +42,6 @@ class Cascade(Drafter):
         self.trained_for, self.prefills_from_tokens = trained.trained_for, trained.prefills_from_tokens
         self.trained_length, self.attends_to_text = trained.trained_length, trained.attends_to_text
 
-    @classmethod
-    def from_target(cls, config: CascadeConfig, target: Target) -> "Cascade":
-        raise TypeError("a cascade is made of two drafters")
-
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         return self.trained.new_cache(num_rows, num_slots, shape)
 
@@ -59,7 +55,10 @@ class Cascade(Drafter):
         self.lookup.forget()
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Ask a trained drafter that keeps a cache every round; on a CPU ask others only where a row needs it."""
+        """Draft by both, and take for each row what was looked up where enough tokens matched.
+
+        Where all rows take what was looked up, a CPU does not ask a trained drafter, unless it has a cache to fill.
+        """
         tokens, matched = self.lookup.look_up(state, shape.depth)
         looked_up = matched >= self.config.shortest  # [B]
         if state.cache is None and not runs_kernels(tokens.device) and looked_up.all():

@@ -1,9 +1,9 @@
 """A cascade of two draft models: a small one proposes, a larger one filters, the target decides.
 
-As the vertical cascade of CS Drafting (arXiv 2312.11462), in one pass of the larger model a round. At each
-depth the larger model picks the token that it would draft alone, from the same noise. What the small one proposed is
-kept as far as it equals these picks, and the pick behind it is kept, too. So the draft is the beginning of the larger
-model's own draft, and every rule of verification holds for it.
+This is the vertical cascade of CS Drafting (arXiv 2312.11462), with one pass of the larger model a round. At each depth
+the larger model picks the token that it would draft alone, from the same noise. The proposals of the small one are kept
+as far as they equal these picks, and so is the pick behind them. The draft is thus the beginning of the larger model's
+own draft, and every rule of verification holds for it.
 
 Shapes: B rows, K depths, W depths that were computed, H hidden width, V vocabulary.
 """
@@ -20,7 +20,7 @@ from draftsmith.models.drafters.draft_model import DraftModel, DraftModelCache
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target.target import Features, Target
+from draftsmith.models.target.target import Features
 
 
 @dataclass
@@ -36,7 +36,7 @@ class CascadeCache:
 
 
 class DraftModelCascade(Drafter):
-    """Not an entry of `DRAFTERS`: it is made of two draft models, as `load_drafter` does for `SMALL+LARGE`."""
+    """Two draft models. `DRAFTERS` lacks it: `load_drafter` makes it for `SMALL+LARGE`."""
 
     kind = "draft_model_cascade"
     config_class = DraftModelCascadeConfig
@@ -47,14 +47,10 @@ class DraftModelCascade(Drafter):
         self.small, self.large = small, large
         self.trained_for = large.trained_for
 
-    @classmethod
-    def from_target(cls, config: DraftModelCascadeConfig, target: Target) -> "DraftModelCascade":
-        raise TypeError("a cascade is made of two drafters")
-
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> CascadeCache:
-        before = Chain(max(1, shape.depth - 1))
+        small_shape = Chain(max(1, shape.depth - 1))
         return CascadeCache(
-            self.small.new_cache(num_rows, num_slots, before), self.large.new_cache(num_rows, num_slots, shape)
+            self.small.new_cache(num_rows, num_slots, small_shape), self.large.new_cache(num_rows, num_slots, shape)
         )
 
     def prefill(self, cache: CascadeCache, token_ids: Tensor, features: Features, window: Window) -> None:
@@ -78,16 +74,16 @@ class DraftModelCascade(Drafter):
         return chain(tokens, torch.stack(drawn_from[:width], 1) if drawn_from else None)
 
     def proposed(self, state: DecodingState, depth: int) -> Tensor:
-        """Return what the small model drafts, [B, depth] or fewer; it reads all that the last round committed."""
+        """Return the small model's draft, [B, depth] or shorter; it reads all that the last round committed."""
         if not depth:
             return state.token_ids[:, :0]
-        seen = replace(state, cache=state.cache.small, own_drafts=False, confidence=None)
-        return self.small.propose(seen, Chain(depth)).tokens
+        small_state = replace(state, cache=state.cache.small, own_drafts=False, confidence=None)
+        return self.small.propose(small_state, Chain(depth)).tokens
 
     def larger_logits(self, state: DecodingState, proposed: Tensor) -> Tensor:
-        """Return what the larger model says behind the newest token and behind each proposed one [B, W - 1].
+        """Return the larger model's logits [B, W, V] behind the newest token and each proposed one [B, W - 1].
 
-        Of the committed text it lacks the newest token, and the one before it where its own pick was accepted.
+        Of the committed text it has not read the newest token, nor the one before it where its own pick was accepted.
         """
         cache = state.cache.large
         if not state.own_drafts:

@@ -1,9 +1,10 @@
 """Lookahead decoding (arXiv 2402.02057): the target guesses several tokens ahead in parallel and improves its guesses.
 
-A window of W places with N - 1 guesses each, from N - 1 rounds of Jacobi iteration: the oldest guesses of all places
-are a trunk, and from each place's the newer ones are a side chain. What the target finds likeliest after a side chain
-is the place's next guess, and completes an n-gram that goes to a pool. The pool's n-grams that begin with the newest
-token are candidates, which the same pass of the target verifies. All of this is one tree:
+The window has W places, each with its guesses from the last N - 1 rounds of Jacobi iteration. The oldest guesses of all
+places, one behind the other, are the trunk of a tree. At each place the newer guesses are a side chain. The target's
+likeliest token after a side chain is the place's next guess, and completes an n-gram, which goes into a pool. The
+pool's n-grams that begin with the newest token are candidates, which the same pass of the target verifies. All of this
+is one tree:
 
     newest token ─┬─ G candidates from the pool, N - 1 tokens each
                   └─ trunk of W tokens, a side chain of N - 2 tokens at each
@@ -42,7 +43,7 @@ class Lookahead(Drafter):
         return cls(config, target.device)
 
     def own_shape(self, draft_length: int) -> StaticTree:
-        """Return a tree of candidates, which come first as a walk takes the first that fits, and the window."""
+        """Return the tree of candidates and window; candidates are first, as a walk takes the first child that fits."""
         config = self.config
         candidates = [(g, *[0] * i) for g in range(config.candidates) for i in range(draft_length)]
         return StaticTree((*candidates, *[path for place in self._window(draft_length) for path in place]))
@@ -75,10 +76,10 @@ class Lookahead(Drafter):
         )
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        """Complete n-grams by what the target said of the last draft, move the window on, look candidates up."""
+        """Complete n-grams by the target's predictions for the last draft, move the window on, look candidates up."""
         cache: LookaheadCache = state.cache
         assert state.predictions is not None
-        drafted = (state.predictions[:, 0] != NO_TOKEN)[:, None, None]  # else the row begins
+        drafted = (state.predictions[:, 0] != NO_TOKEN)[:, None, None]  # False where this is the row's first draft
         predicted = state.predictions[:, cache.window_nodes[:, -1] + 1]  # [B, W]
         ngrams = torch.cat([cache.guesses, predicted[..., None]], 2)  # [B, W, N]
         cache.pool.copy_(add(cache.pool, ngrams).where(drafted, NO_TOKEN))
@@ -109,7 +110,7 @@ class LookaheadCache:
 
 
 def first_guesses(state: DecodingState, guesses: Tensor) -> Tensor:
-    """Return the end of the text, over and over, as first guesses [B, W, N - 1]. The paper takes any tokens."""
+    """Return first guesses like `guesses` [B, W, N - 1]: runs of the end of the text. The paper takes any tokens."""
     _, num_places, num_levels = guesses.shape
     place, level = (torch.arange(count, device=guesses.device) for count in (num_places, num_levels))
     index = state.lengths[:, None, None] - num_places - num_levels + place[:, None] + level

@@ -1,6 +1,8 @@
 """N-gram lookup (prompt lookup): propose what followed the last few tokens when they stood in the text before.
 
-Nothing to train, nothing to run: the baseline that a trained drafter has to beat.
+It needs neither training nor a model, and is the baseline that a trained drafter has to beat.
+
+Shapes: B rows, M slots of a row, K drafted tokens.
 """
 
 import torch
@@ -21,9 +23,9 @@ class Ngram(Drafter):
         return lookup_chain(self.look_up(state, shape.depth)[0])
 
     def look_up(self, state: DecodingState, draft_length: int) -> tuple[Tensor, Tensor]:
-        """Return what follows an earlier occurrence of the longest suffix that has one, [B, K], and its length [B].
+        """Return what follows an earlier copy of the longest suffix that has one, [B, K], and the suffix's length [B].
 
-        NO_TOKEN where the text ends, and a length of 0 where no suffix has one.
+        NO_TOKEN stands behind the end of the text. Where no suffix has a copy, the length is 0 and all are NO_TOKEN.
         """
         return self.continuation(state.token_ids, state.lengths, draft_length)
 
@@ -42,8 +44,8 @@ def longest_match(
 ) -> tuple[Tensor, Tensor]:
     """Return where the text goes on after an earlier copy of each row's suffix [B], and the suffix's length [B].
 
-    The suffix is the longest that has an earlier copy; of several the latest is taken, or the earliest. Both numbers
-    are -1 and 0 where there is none.
+    The suffix is the longest of `longest` to `shortest` tokens that has an earlier copy. Of several copies the latest
+    is taken, or the earliest. Where there is none, the two numbers are -1 and 0.
     """
     start, matched = torch.full_like(lengths, -1), torch.zeros_like(lengths)
     for n in range(min(longest, token_ids.shape[1] - 1), shortest - 1, -1):

@@ -1,7 +1,7 @@
 """Suffix decoding (arXiv 2411.04975): continue the longest suffix that stood before, in this text or in earlier ones.
 
 Where the suffix stood several times, each place votes for what followed it there. The longer the match, the longer the
-draft. Nothing to train, nothing to run; what it is for is traffic that repeats itself: agents, edits, retries.
+draft. It needs neither training nor a model, and pays in traffic that repeats itself: agents, edits, retries.
 
 The paper keeps suffix trees; here a text is compared with the whole corpus at once, in operations of fixed shape.
 
@@ -18,7 +18,7 @@ from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draf
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Shape
 
-NOTHING = NO_TOKEN - 1  # before the beginning of a text; equals no token, nor what ends the texts of a corpus
+NOTHING = NO_TOKEN - 1  # stands before the beginning of a text; equals neither a token nor NO_TOKEN
 
 
 class Suffix(Drafter):
@@ -46,7 +46,7 @@ class Suffix(Drafter):
         return lookup_chain(self.look_up(state, shape.depth)[0])
 
     def look_up(self, state: DecodingState, draft_length: int) -> tuple[Tensor, Tensor]:
-        """Return each row's draft [B, K], then NO_TOKEN, and how many tokens of its suffix it stands on [B]."""
+        """Return each row's draft [B, K], filled up with NO_TOKEN, and the length of the suffix that matched [B]."""
         config = self.config
         history = self.history
         if not runs_kernels(history.device):  # on a GPU all rounds have one shape
@@ -61,7 +61,7 @@ class Suffix(Drafter):
 
 
 def corpus_of(history: Tensor, token_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return all that may be continued [B, P]: the history [H], then each row's own text; NO_TOKEN behind each text."""
+    """Return the texts to look in [B, P]: the history [H], then each row's own text; NO_TOKEN stands behind each."""
     slots = torch.arange(token_ids.shape[1], device=token_ids.device)
     own = token_ids.masked_fill(slots >= lengths[:, None], NO_TOKEN)
     return torch.cat([history.expand(len(own), -1), own], 1)
@@ -76,8 +76,8 @@ def newest_tokens(token_ids: Tensor, lengths: Tensor, count: int) -> Tensor:
 def longest_matches(corpus: Tensor, suffix: Tensor, copies: int) -> tuple[Tensor, Tensor]:
     """Find the longest beginning of `suffix` [B, S], read backwards, in the corpus [B, P].
 
-    Returns the places [B, C] of its newest token, the latest first, -1 where there are no more, and its length [B]. A
-    place that nothing follows is none. The comparison grows backwards, a token at a time, at all places at once.
+    Returns the places [B, C] of its newest token, the latest first, -1 where there are no more, and its length [B].
+    Places that nothing follows do not count. All places are compared at once, one token further back at a time.
     """
     num_places, longest = corpus.shape[1], suffix.shape[1]
     padded = F.pad(corpus, (longest, 1), value=NO_TOKEN)
@@ -102,8 +102,9 @@ def tokens_after(corpus: Tensor, places: Tensor, count: int) -> Tensor:
 def vote(following: Tensor, num_drafted: Tensor, least_share: float) -> Tensor:
     """Return the draft [B, K] from what followed each copy [B, C, K] of a suffix, the latest first.
 
-    At each depth the copies that went the drafted way vote for the next token; of equal ones the latest wins. A draft
-    ends after `num_drafted` [B] tokens, and where less than `least_share` of the copies went its way.
+    At each depth the copies that agreed with the draft so far vote for the next token; of equal numbers of votes the
+    latest copy wins. A draft ends after `num_drafted` [B] tokens, and where less than `least_share` of the copies
+    agree with it.
     """
     going = following[..., 0] != NO_TOKEN  # [B, C] copies that vote
     least = (least_share * going.sum(1)).clamp(min=1)
