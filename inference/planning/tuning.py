@@ -147,6 +147,7 @@ def predicted_chain(
 
 
 def predicted_confident(confidence: ConfidenceChoice, batch: int) -> PredictedDraft:
+    """Return the prediction for chains that end by the drafter's confidence."""
     return PredictedDraft(
         batch_size=batch,
         draft_length=confidence.rule.longest,
@@ -161,6 +162,7 @@ def predicted_confident(confidence: ConfidenceChoice, batch: int) -> PredictedDr
 def predicted_tree(
     tree: StaticTree, accuracies: list[list[float]], costs: Costs, batch: int, context: int
 ) -> PredictedDraft:
+    """Return the prediction for a tree, from accuracies by depth and rank."""
     emitted = tree_acceptance_length(tree, accuracies)
     return PredictedDraft(
         batch_size=batch,

@@ -414,6 +414,8 @@ class DFlash(Drafter):
 
 
 class DFlashCache(DrafterCache):
+    """Keys and values of the context, with room for a block behind it."""
+
     def __init__(self, drafter: DFlash, num_rows: int, num_slots: int, shape: Shape) -> None:
         like, block_size = drafter.fc.weight, drafter.config.block_size
         super().__init__(num_rows, num_slots, shape, like.device)

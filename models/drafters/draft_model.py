@@ -186,7 +186,7 @@ class DraftModel(Drafter):
         """Read what is new, then draft level by level.
 
         After a chain the cache lacks the newest committed token, and the one before it when the whole draft was
-        accepted; both are read each round, so that rows need not be told apart. After a tree, whose nodes do not stand
+        accepted; both are read each round, so that all rows are treated alike. After a tree, whose nodes do not stand
         where their text went, and after another drafter's draft everything is read that the last round committed.
         """
         cache, head = state.cache, self.model.get_output_embeddings()
@@ -232,6 +232,8 @@ class DraftModel(Drafter):
 
 
 class DraftModelCache(DrafterCache):
+    """Keys and values of the whole model, and its layers in few operations where they can be fused."""
+
     def __init__(self, model: PreTrainedModel, num_rows: int, num_slots: int, shape: Shape) -> None:
         super().__init__(num_rows, num_slots, shape, model.device)
         self.fused_decoder = fuse(model)  # None where the model has no shape for it

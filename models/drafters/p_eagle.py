@@ -253,6 +253,8 @@ class PEagle(Drafter):
 
 
 class PEagleCache(DrafterCache):
+    """Keys and values of all layers for the text, and for a moment of the mask slots behind it."""
+
     def __init__(self, drafter: PEagle, num_rows: int, num_slots: int, shape: Shape) -> None:
         like = drafter.eagle3.fc.weight
         super().__init__(num_rows, num_slots, shape, like.device)
