@@ -111,6 +111,14 @@ class DecodingState:
         """Return the newest committed token of each row, [B]."""
         return self.next_ids.gather(1, self.newest_column[:, None])[:, 0]
 
+    def committed_slots(self, num_slots: int) -> Tensor:
+        """Return the slots [B, T] in which a cache of `num_slots` keeps what the target read last.
+
+        What was not committed goes to slot `num_slots`, behind the others, which no token sees.
+        """
+        columns = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return torch.where(columns <= self.newest_column[:, None], self.positions, num_slots)
+
     def choose(self, logits: Tensor, depth: int, out: Tensor) -> Tensor | None:
         """Write draft tokens at `depth` (from 0) to `out` [B], from logits [B, V].
 

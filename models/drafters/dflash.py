@@ -293,8 +293,7 @@ class DFlash(Drafter):
         """Draft in one pass, behind the context of what was committed in the last round."""
         assert state.features.layers is not None
         cache = state.cache
-        columns = torch.arange(state.positions.shape[1], device=state.positions.device)
-        written = torch.where(columns <= state.newest_column[:, None], state.positions, cache.kv.num_slots)
+        written = state.committed_slots(cache.kv.num_slots)
         self.keep_context(cache, state.features.layers, state.positions, written)
         drafting = slice(self.first_row, self.first_row + shape.depth)
         hidden = self.norm(self.decode_block(cache, state)[:, drafting])

@@ -180,11 +180,10 @@ class PEagle(Drafter):
         cache, batch, width = state.cache, *state.positions.shape
         hidden, embedded = self.eagle3.fuse(state.features.layers), self.target.embedding(state.next_ids)
         mask_hidden, mask_embedded = self.mask_inputs(batch, shape.depth - 1)
-        columns = torch.arange(width, device=hidden.device)
         mask_places = state.lengths[:, None] - 1 + torch.arange(shape.depth - 1, device=hidden.device)
         places = torch.cat([state.positions, mask_places], 1)  # [B, T + K - 1]
-        # what was not committed is kept nowhere: its places are those of mask slots
-        written = torch.where(columns <= state.newest_column[:, None], state.positions, cache.kv.num_slots)
+        # what was not committed must not be kept, for its places are those of mask slots
+        written = state.committed_slots(cache.kv.num_slots)
         hidden = self.decode(
             cache,
             torch.cat([hidden, mask_hidden], 1),
