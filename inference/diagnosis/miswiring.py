@@ -31,7 +31,7 @@ from draftsmith.models.target.identity import PARTS
 from draftsmith.models.target.target import Features, spread_layer_ids
 
 KNOWN = 0.9  # least share of first drafted tokens that is accepted where features hold the answer
-LEARNT = 1 / 3  # least part of that share that a drafter reaches on its own features if it learnt from such
+LEARNT = 1 / 3  # least part of that share that a drafter reaches on its own features if it was trained on them
 AGAIN = 0.5  # least share of places where a drafter that learnt to copy the answer drafts the newest token again
 TAIL = 3  # last tokens of a prompt, which show the template
 
