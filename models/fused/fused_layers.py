@@ -130,7 +130,8 @@ class FusedLayer:
         self.head_dim: int = attention.head_dim
         self.kv_heads = self.widths[1] // self.head_dim
         self.scaling: float = attention.scaling
-        owner = attention if hasattr(attention, "sliding_window") else attention.config
+        # Mistral's layers read the config's window. Llama's have none, even where a config names one.
+        owner = attention.config if attention.config.model_type == "mistral" else attention
         self.sliding_window: int | None = getattr(owner, "sliding_window", None)
 
         self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)

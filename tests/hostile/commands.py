@@ -98,12 +98,15 @@ def commanded(place: Place) -> Attempt:
             flags[flag] = values
     if name == "export" and "--prompts" in flags:
         flags.setdefault("--num-prompts", ["1"])  # else all are measured, for minutes
+    if name == "train" and not any("run.steps" in word for word in flags[""]):
+        flags[""].append("run.steps=1")  # else the recipe's own thousands are trained
     argv = argv_of(name, flags)
     written = [word for flag, word in zip(argv, argv[1:], strict=False) if flag in ("--out", "--history", "--page")]
     written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
     written += ["runs"] if name == "quickstart" else []
-    tops = [os.path.normpath(word).partition("/")[0] for word in written if word]  # may be ".."
-    written_to = [Path(os.path.normpath(place.folder / "cwd" / top)) for top in tops]
+    # The first folder of a path is made, too, where ".." leads out of it again; that first folder may be ".." itself.
+    tops = [path.partition("/")[0] for word in written if word for path in (word, os.path.normpath(word))]
+    written_to = [Path(os.path.normpath(place.folder / "cwd" / top)) for top in tops if top not in ("", ".")]
     return command_attempt(place, argv, place.given, *written_to)
 
 

@@ -81,6 +81,7 @@ def windows(device: torch.device | None = None) -> list[tuple[Tensor, Window]]:
         ("llama", {}),
         ("llama", {"rope_parameters": LLAMA3_ROTARY}),
         ("llama", {"rope_parameters": YARN_ROTARY}),
+        ("llama", {"sliding_window": 8}),  # which transformers' Llama does not heed
         ("mistral", {"sliding_window": 8}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
         ("qwen3", {}),
