@@ -3,11 +3,14 @@
 Shapes: B rows, T tokens, H hidden width, N heads, D head width.
 """
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from draftsmith.models.drafter_parts.decoder_layer import Attention, DecoderLayer
+from draftsmith.models.errors import UserError
 from draftsmith.models.layers import RMSNorm, as_computed, rotate
 
 KEY_NORM = "self_attn.k_norm.weight"  # name of a tensor in a layer
@@ -64,3 +67,24 @@ class BlockLayer(DecoderLayer):
 
     def project(self, hidden: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(hidden), rotary, positions)
+
+
+def attention_of(config: dict[str, Any]) -> tuple[int | None, list[int]]:
+    """Return the window of a checkpoint's layers, None without one, and the numbers of layers that see all the same.
+
+    Raises `UserError` for attention that draftsmith does not compute.
+    """
+    num_layers, causal = config["num_hidden_layers"], config.get("is_causal")
+    types = config.get("layer_types") or ["full_attention"] * num_layers
+    if len(types) != num_layers:
+        raise UserError(f"this drafter has {num_layers} layers and layer_types for {len(types)}: take another copy")
+    sliding = "sliding_attention" in types
+    mixed = sliding and "full_attention" in types
+    if causal is not None and (mixed or causal != sliding):
+        what = "sliding and full attention" if mixed else types[0]
+        raise UserError(
+            f"this drafter has {what} with is_causal {causal}: draftsmith's blocks see both ways with full attention, "
+            "and what is before with sliding attention"
+        )
+    full_layers = [number for number, kind in enumerate(types) if kind == "full_attention"]
+    return config["sliding_window"] if sliding else None, full_layers if mixed else []

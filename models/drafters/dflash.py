@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.batch import Batch, send
 from draftsmith.models.block_parts.anchors import block_tokens, padded_anchors, seen_by_blocks
-from draftsmith.models.block_parts.block_layer import KEY_NORM, BlockLayer, KeysValues
+from draftsmith.models.block_parts.block_layer import KEY_NORM, BlockLayer, KeysValues, attention_of
 from draftsmith.models.block_parts.slot_correctors import ConfidenceHead, CorrectedHead, SlotCorrector, SlotWalk
 from draftsmith.models.drafter_configs import DFlashConfig
 from draftsmith.models.drafter_parts.base import Drafter
@@ -439,24 +439,3 @@ def even_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     step = (num_target_layers - 4) / (num_layers - 1)
     ids = {2 + round(i * step) for i in range(num_layers)}
     return sorted({min(max(1, layer_id), num_target_layers - 1) for layer_id in ids})
-
-
-def attention_of(config: dict[str, Any]) -> tuple[int | None, list[int]]:
-    """Return the window of a checkpoint's layers, None without one, and the numbers of layers that see all the same.
-
-    Raises `UserError` for attention that draftsmith does not compute.
-    """
-    num_layers, causal = config["num_hidden_layers"], config.get("is_causal")
-    types = config.get("layer_types") or ["full_attention"] * num_layers
-    if len(types) != num_layers:
-        raise UserError(f"this drafter has {num_layers} layers and layer_types for {len(types)}: take another copy")
-    sliding = "sliding_attention" in types
-    mixed = sliding and "full_attention" in types
-    if causal is not None and (mixed or causal != sliding):
-        what = "sliding and full attention" if mixed else types[0]
-        raise UserError(
-            f"this drafter has {what} with is_causal {causal}: draftsmith's blocks see both ways with full attention, "
-            "and what is before with sliding attention"
-        )
-    full_layers = [number for number, kind in enumerate(types) if kind == "full_attention"]
-    return config["sliding_window"] if sliding else None, full_layers if mixed else []
