@@ -81,7 +81,11 @@ class Round:
         return f"{self.drafter}, {self.mode}, {shape}, batch {self.batch}"
 
 
-TREE, STATIC_TREE = DynamicTree(16, 4, 4), StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+TREE, SHALLOW, STATIC_TREE = (
+    DynamicTree(16, 4, 4),
+    DynamicTree(16, 2, 4),
+    StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0))),
+)
 ROUNDS = [
     Round("none", "greedy", 0),
     Round("none", "one_hot", 0),
@@ -285,12 +289,15 @@ def count_round(round_: Round, target: Target, launched: list[str]) -> dict[str,
 
 
 def every_round() -> list[Round]:
-    """Return every drafter in every shape, and every verification mode in every shape."""
+    """Return every drafter in every shape, and every verification mode in every shape.
+
+    Drafts are two tokens deep: the first token is drafted from the target's features, all later ones in one way.
+    """
     modes: list[VerificationMode] = ["greedy", "probabilistic"]
     drafters = itertools.product([kind for kind in DRAFTERS if kind != "none"], modes)
     pairs = dict.fromkeys([*drafters, *itertools.product(["eagle3"], get_args(VerificationMode))])
     plain = [Round("none", mode, 0) for mode in ("greedy", "one_hot", "typical")]
-    return plain + [Round(kind, mode, shape) for kind, mode in pairs for shape in (3, STATIC_TREE, TREE)]
+    return plain + [Round(kind, mode, shape) for kind, mode in pairs for shape in (2, STATIC_TREE, SHALLOW)]
 
 
 def print_counts(round_: Round, halves: dict[str, Launches]) -> None:

@@ -148,6 +148,18 @@ def length_interval(stats: list[Stats]) -> Interval:
     return interval(lambda picks: _acceptance_lengths(stats, picks), len(stats))
 
 
+def tokens_reach(stats: list[Stats]) -> float:
+    """Return half the interval of the logarithm of the tokens a round, over prompts; infinite for fewer than three."""
+    accepted = np.array([request.num_accepted_tokens for request in stats], dtype=float)
+    rounds = np.array([request.num_rounds for request in stats], dtype=float)
+
+    def logarithm(picks: np.ndarray) -> np.ndarray:
+        return np.log1p(accepted[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1e-9))
+
+    ends = interval(logarithm, len(stats))
+    return math.inf if ends is None else (ends[1] - ends[0]) / 2
+
+
 @dataclass(frozen=True)
 class PairedDifference:
     """The acceptance length of one drafter or setting less that of another, on the same prompts."""

@@ -9,7 +9,7 @@ import torch
 from scipy.optimize import brentq, isotonic_regression
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.planning.costs import GOAL, CostModel, Costs
+from draftsmith.inference.planning.costs import CostModel, Costs
 from draftsmith.inference.replay.forced_decoding import force_answers
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
@@ -59,15 +59,17 @@ def best_draft_length(rates: Rates, costs: CostModel, batch: int, context: int) 
     return max(range(len(rates) + 1), key=speedup)
 
 
-def fit_schedule(rates: Rates, costs: Costs, batches: Sequence[int], context: int) -> Schedule:
+def fit_schedule(rates: Rates, costs: Costs, batches: Sequence[int], context: int, length_reach: float) -> Schedule:
     """Return the schedule with the best draft length at each of the batch sizes, and from there to the next one.
 
-    It drafts nothing where a gain of at most `GOAL` is predicted, which is within the error of a prediction.
+    It drafts nothing where no gain is shown: where the interval of the predicted speedup does not lie above 1
+    (`Costs.interval`, which takes `length_reach`).
     """
     lengths: list[tuple[int, int]] = []
     for batch in sorted(set(batches)):
         length = best_draft_length(rates, costs, batch, context)
-        if costs.speedup(acceptance_length(rates, length), length, batch, context) <= 1 + GOAL:
+        ends = costs.interval(costs.speedup(acceptance_length(rates, length), length, batch, context), length_reach)
+        if ends is None or ends[0] <= 1:
             length = 0
         if not lengths or lengths[-1][1] != length:
             lengths.append((batch if lengths else 1, length))

@@ -10,6 +10,7 @@ tokens on their arithmetic takes longer than reading the weights. Drafting has t
 docs/cost_model.md explains them.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,9 @@ from typing import Annotated, Protocol
 import numpy as np
 from pydantic import Field
 from scipy.optimize import nnls
+from scipy.special import stdtrit
 
-from draftsmith.inference.decoding.counters import DraftLength
+from draftsmith.inference.decoding.counters import DraftLength, Interval
 from draftsmith.models.ranges import Natural, NonNegative, Share
 
 SLOW_STARTS = (2, 4, 8, 16)  # tokens of a pass up to which each may cost more
@@ -144,6 +146,19 @@ class Costs:
     def break_even(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
         """Return the acceptance length at which the speedup is 1: the plain steps that a round costs."""
         return self.round(draft_length, batch, context, nodes) / self.plain(batch, context)
+
+    def interval(self, speedup: float, length_reach: float = 0.0) -> Interval:
+        """Return the 95 % interval of a predicted speedup, by how far predictions at settings left out were off.
+
+        `length_reach` is half the interval of the logarithm of the acceptance length that the speedup was predicted
+        with; 0 where the length is known, infinite where too little was measured. Returns None where that is so, and
+        where fewer than two settings were left out of the fit.
+        """
+        errors = [math.log1p(row.speedup_error) for row in self.held_out.rows]
+        if len(errors) < 2 or math.isinf(length_reach):
+            return None
+        reach = math.hypot(float(stdtrit(len(errors), 0.975)) * math.sqrt(np.mean(np.square(errors))), length_reach)
+        return speedup * math.exp(-reach), speedup * math.exp(reach)
 
 
 # --- terms

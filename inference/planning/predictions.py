@@ -4,14 +4,9 @@ What is predicted is the time of the rounds. Reading the prompts takes as long a
 without it: no cost of a round tells it, and it is part of the speedup.
 """
 
-import math
 from dataclasses import replace
 from statistics import fmean
 
-import numpy as np
-from scipy.stats import t as student_t
-
-from draftsmith.inference.decoding.counters import Interval
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, RequestCounts, Result
 from draftsmith.inference.planning.costs import Costs
@@ -30,7 +25,7 @@ def with_prediction(row: Result, costs: Costs) -> Result:
     speedup = predicted_speedup(row, costs)
     if speedup is None:
         return row
-    return replace(row, predicted_speedup=speedup, predicted_speedup_ci95=interval_of(speedup, costs))
+    return replace(row, predicted_speedup=speedup, predicted_speedup_ci95=costs.interval(speedup))
 
 
 def predicted_speedup(row: Result, costs: Costs) -> float | None:
@@ -94,12 +89,3 @@ def whole_speedup(row: Result, rounds_speedup: float) -> float:
     reading = max(0.0, tokens / speed.baseline_tokens_per_second - rounds)
     own_reading = max(0.0, tokens / speed.tokens_per_second - later / speed.decode_tokens_per_second)
     return (reading + rounds) / (own_reading + rounds / rounds_speedup)
-
-
-def interval_of(speedup: float, costs: Costs) -> Interval:
-    """Return the 95 % interval of a prediction, by how far predictions at settings left out of the fit were off."""
-    errors = [math.log1p(row.speedup_error) for row in costs.held_out.rows]
-    if len(errors) < 2:
-        return None
-    spread = float(student_t.ppf(0.975, len(errors))) * float(np.sqrt(np.mean(np.square(errors))))
-    return speedup * math.exp(-spread), speedup * math.exp(spread)

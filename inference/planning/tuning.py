@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from draftsmith.inference.decoding.counters import DraftLength
+from draftsmith.inference.decoding.counters import DraftLength, Interval, tokens_reach
 from draftsmith.inference.decoding.decoder import Output, SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import AnySchedule, Schedule, for_sglang, for_vllm, schedule_from_json
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
@@ -45,6 +45,7 @@ class PredictedDraft:
     schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = optional()
     acceptance_length: NonNegative
     speedup: NonNegative  # where the batch stays full, as a server's does
+    speedup_ci95: Interval = optional()  # by the errors of costs and of acceptance; None with speculation off
     fixed_batch_speedup: NonNegative | None  # None where rounds of single requests are not known, as of trees
 
     def is_of(self, setting: Setting) -> bool:
@@ -100,7 +101,8 @@ def tune(
     greedy = settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if drafter.can_branch and greedy else 0)
     costs = measure_costs(target, drafter, reach, name).drafting_in(total.num_drafts / total.num_rounds)
-    schedule = fit_schedule(rates, costs, batches, context)
+    length_reach = tokens_reach(decoded.stats.requests)
+    schedule = fit_schedule(rates, costs, batches, context, length_reach)
     requests = [
         DecodedRequest(len(ids), stats) for ids, stats in zip(prompts.token_ids, decoded.stats.requests, strict=True)
     ]
@@ -121,6 +123,10 @@ def tune(
             predicted.append(tree_draft)
         else:
             tree = None
+    predicted = [
+        replace(draft, speedup_ci95=costs.interval(draft.speedup, length_reach)) if draft.draft_length else draft
+        for draft in predicted
+    ]
     return Tuning(schedule, tree, confidence, rates, accuracies, predicted), costs
 
 

@@ -97,8 +97,11 @@ def drafts_to_measure(tuning: Tuning, drafter: Drafter) -> list[int | StaticTree
 def print_tuning(name: str, tuning: Tuning, results: list[Result], console: Console) -> None:
     """Print what was chosen, what is predicted of it, and what was measured, all without reading the prompts."""
     for draft in tuning.predicted:
-        what = draft_text(draft) if draft.draft_length else "speculation off"
-        text = f"{name}: best at batch {draft.batch_size}: {what}, predicted {draft.speedup:.2f}x in decoding alone"
+        what = draft_text(draft) if draft.draft_length else "speculation off, as no chain is shown to gain"
+        ends = f" ({draft.speedup_ci95[0]:.2f} to {draft.speedup_ci95[1]:.2f})" if draft.speedup_ci95 else ""
+        text = (
+            f"{name}: best at batch {draft.batch_size}: {what}, predicted {draft.speedup:.2f}x{ends} in decoding alone"
+        )
         if draft.batch_size > 1:
             text += " where finished requests make room for others"
             text += f", {draft.fixed_batch_speedup:.2f}x in fixed batches" if draft.fixed_batch_speedup else ""

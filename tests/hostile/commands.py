@@ -105,8 +105,9 @@ def commanded(place: Place) -> Attempt:
     written += [word.removeprefix("run.dir=") for word in argv if word.startswith("run.dir=")]
     written += ["runs"] if name == "quickstart" else []
     # The first folder of a path is made, too, where ".." leads out of it again; that first folder may be ".." itself.
-    tops = [path.partition("/")[0] for word in written if word for path in (word, os.path.normpath(word))]
-    written_to = [Path(os.path.normpath(place.folder / "cwd" / top)) for top in tops if top not in ("", ".")]
+    tops = {word.partition("/")[0] for word in written} - {"."}  # which no path but "." itself writes to
+    tops |= {os.path.normpath(word).partition("/")[0] for word in written if word}
+    written_to = [Path(os.path.normpath(place.folder / "cwd" / top)) for top in tops - {""}]
     return command_attempt(place, argv, place.given, *written_to)
 
 
