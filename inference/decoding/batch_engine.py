@@ -1,9 +1,10 @@
 """The device's side of decoding: a fixed number of rows, each with one request's text, cache and state.
 
-`BatchEngine.admit` reads prompts into free rows. A round is `verify(draft())`: the drafter proposes, the target reads
-the draft in one pass, a verification rule accepts, and the engine commits. On a GPU nothing in a round depends on
-values that the host would have to wait for: shapes are fixed, ends of texts and length limits are decided here, and
-the host gets one small tensor, the record of what happened.
+`BatchEngine.admit` reads prompts into free rows; `open_rows` and `read_prompts` do so in parts, with rounds of other
+rows in between. A round is `verify(draft())`: the drafter proposes, the target reads the draft in one pass, a
+verification rule accepts, and the engine commits. On a GPU nothing in a round depends on values that the host would
+have to wait for: shapes are fixed, ends of texts and length limits are decided here, and the host gets one small
+tensor, the record of what happened.
 
 Shapes: B rows, b rows that are being admitted, M slots a row, N drafted tokens, D nodes on the longest path of a draft,
 P tokens of the longest prompt, H hidden width, V vocabulary.
@@ -53,6 +54,18 @@ class GenerationSettings:
 
 RECORD_HEAD = 4  # numbers before the tokens in a record's line: emitted, drafted, accepted, and whether finished
 RoundKind = tuple[int, int]  # nodes of a draft, columns of the last pass that a plain step reads; each has its graph
+
+
+@dataclass
+class PromptReading:
+    """Prompts that are being read into rows, as far as they are read."""
+
+    rows: Tensor  # [b] int64
+    token_ids: Tensor  # [b, P + 1] int64, with room for the first token of each answer
+    lengths: Tensor  # [b] int64, of the prompts
+    limits: Tensor  # [b] int64, tokens that the answers get at most
+    num_read: int = 0  # tokens of each prompt, padding among them
+    newest: Features | None = None  # [b, 1, ...] of the last token of each prompt that was read to its end
 
 
 class Owner(Protocol):
@@ -152,62 +165,86 @@ class BatchEngine:
 
         `limits` are the numbers of tokens that requests get at most, by default that of the settings for each.
         """
+        return self.read_to_end(self.open_rows(rows, prompts, request_ids, limits))
+
+    def open_rows(
+        self, rows: list[int], prompts: list[list[int]], request_ids: list[int], limits: list[int] | None = None
+    ) -> PromptReading:
+        """Put prompts into free rows, for `read_prompts` to read.
+
+        Until they are read their rows stay free for rounds, which write behind the prompts and so spoil nothing.
+        """
         device = self.target.device
-        index = torch.tensor(rows, device=device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         token_ids = torch.zeros(len(prompts), max(map(len, prompts)) + 1, dtype=torch.int64)
         for row, prompt in zip(token_ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
-        token_ids = token_ids.to(device)
-        self._limit_reading(max(map(len, prompts)))
-        newest = self._read_prompts(index, token_ids, lengths)
-        self.state.noise.assign(index, torch.tensor(request_ids, device=device))
+        reading = PromptReading(
+            rows=torch.tensor(rows, device=device),
+            token_ids=token_ids.to(device),
+            lengths=torch.tensor([len(prompt) for prompt in prompts], device=device),
+            limits=torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device),
+        )
+        self.state.noise.assign(reading.rows, torch.tensor(request_ids, device=device))
+        self.state.token_ids[reading.rows, : token_ids.shape[1]] = reading.token_ids
+        self._place(reading)
+        return reading
 
+    def read_to_end(self, reading: PromptReading) -> Tensor:
+        """Read all that is left of some prompts; return the record of their rows, int64 [b, 5]."""
+        while (record := self.read_prompts(reading)) is None:
+            pass
+        return record
+
+    def _place(self, reading: PromptReading) -> None:
+        """Let the next round of these rows be the first one behind their prompts."""
+        state, first = self.state, reading.lengths[:, None] - 1
+        state.lengths[reading.rows] = reading.lengths + 1
+        state.positions[reading.rows] = first + torch.arange(state.positions.shape[1], device=first.device)
+        state.newest_column[reading.rows] = 0
+
+    @torch.no_grad()
+    def read_prompts(self, reading: PromptReading, most: int = PREFILL_CHUNK) -> Tensor | None:
+        """Let target and drafter read up to `most` more tokens of each prompt.
+
+        Where these were the last, each row gets its first token. Returns the record of the rows then, int64 [b, 5],
+        and None before.
+        """
+        cache, drafter_cache = self.cache, self.state.cache
+        start = reading.num_read
+        reading.num_read = end = min(start + most, reading.token_ids.shape[1] - 1)
+        self._limit_reading(end)
+        if len(reading.rows) < self.num_rows:
+            cache, drafter_cache = cache.rows(reading.rows), drafter_cache and drafter_cache.rows(reading.rows)
+        num_text = (reading.lengths - start).clamp(0, end - start)
+        window = chain_window(torch.full_like(reading.lengths, start), end - start, num_text)
+        features = self.target.run(reading.token_ids[:, start:end], window, cache, self.drafter.layer_ids)
+        self.drafter.prefill(drafter_cache, reading.token_ids, features, window)
+        column = reading.lengths - 1 - start
+        here = features.gather(column.clamp(0, end - start - 1)[:, None])
+        reading.newest = here if reading.newest is None else here.where(column >= 0, reading.newest)
+        return self._first_tokens(reading, reading.newest) if end == reading.token_ids.shape[1] - 1 else None
+
+    def _first_tokens(self, reading: PromptReading, newest: Features) -> Tensor:
+        """Give each row its first token, behind the features [b, 1, ...] of its prompt. Return their record."""
+        rows, lengths, state = reading.rows, reading.lengths, self.state
         logits = self.target.logits(newest.last_hidden)
         if self.settings.sampling.greedy:
             first = logits.argmax(-1)  # [b, 1]
         else:
-            coins = self.state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=index)
+            coins = state.noise.uniforms(lengths[:, None], Stream.TARGET, rows=rows)
             first = sample(cut(logits, self.settings.sampling).softmax(-1), coins)
-        token_ids.scatter_(1, lengths[:, None], first)
-        most = torch.tensor(limits or [self.settings.max_new_tokens] * len(rows), device=device)
-        finished = ends_a_text(first[:, 0], self.eos) | (most == 1)
-
-        state = self.state
-        state.token_ids[index, : token_ids.shape[1]] = token_ids
-        state.lengths[index] = lengths + 1
-        state.positions[index] = lengths[:, None] - 1 + torch.arange(state.positions.shape[1], device=device)
-        state.next_ids[index, 0] = first[:, 0]
-        state.newest_column[index] = 0
-        state.features.put(newest, index)
+        finished = ends_a_text(first[:, 0], self.eos) | (reading.limits == 1)
+        self._place(reading)
+        state.token_ids[rows, lengths] = first[:, 0]
+        state.next_ids[rows, 0] = first[:, 0]
+        state.features.put(newest, rows)
         if state.predictions is not None:
-            state.predictions[index] = NO_TOKEN
-        self.finished[index] = finished
-        self.limits[index] = lengths + most
-        head = torch.zeros(len(prompts), RECORD_HEAD, dtype=torch.int64, device=device)
+            state.predictions[rows] = NO_TOKEN
+        self.finished[rows] = finished
+        self.limits[rows] = lengths + reading.limits
+        head = torch.zeros(len(rows), RECORD_HEAD, dtype=torch.int64, device=first.device)
         head[:, 0], head[:, 3] = 1, finished
         return torch.cat([head, first], 1)
-
-    def _read_prompts(self, index: Tensor, token_ids: Tensor, lengths: Tensor) -> Features:
-        """Let target and drafter read prompts [b, P + 1] chunk by chunk.
-
-        Returns the features [b, 1, ...] of the newest token of each, by their `lengths` [b].
-        """
-        cache, drafter_cache = self.cache, self.state.cache
-        if len(index) < self.num_rows:
-            cache, drafter_cache = cache.rows(index), drafter_cache and drafter_cache.rows(index)
-        newest: Features | None = None
-        for start in range(0, token_ids.shape[1] - 1, PREFILL_CHUNK):
-            end = min(start + PREFILL_CHUNK, token_ids.shape[1] - 1)
-            num_text = (lengths - start).clamp(0, end - start)
-            window = chain_window(torch.full_like(lengths, start), end - start, num_text)
-            features = self.target.run(token_ids[:, start:end], window, cache, self.drafter.layer_ids)
-            self.drafter.prefill(drafter_cache, token_ids, features, window)
-            column = lengths - 1 - start
-            here = features.gather(column.clamp(0, end - start - 1)[:, None])
-            newest = here if newest is None else here.where(column >= 0, newest)
-        assert newest is not None
-        return newest
 
     def draft(self, draft_length: int | None = None) -> Draft:
         """Run the first half of a round: return a draft for every row, of the settings' shape or a shorter chain.

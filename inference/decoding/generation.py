@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, BatchEngine
+from draftsmith.inference.decoding.batch_engine import RECORD_HEAD, BatchEngine, PromptReading
 from draftsmith.inference.decoding.clock import PhaseClock
 from draftsmith.inference.decoding.counters import Round, Stats
 from draftsmith.inference.decoding.schedule import DraftLengths
@@ -34,11 +34,14 @@ class Request:
     request_id: int  # key of its noise
     max_new_tokens: int
     stats: Stats
+    added: float  # when it began to wait
     token_ids: list[int] = field(default_factory=list)  # that were generated
     rounds: list[Round] = field(default_factory=list)  # after the prompt's
     admitted: float = 0.0
     first_token: float = 0.0
     first_round: float = 0.0  # end of the first round after reading the prompt; 0: there was none
+    newest_token: float = 0.0
+    longest_pause: float = 0.0  # between two times at which it got tokens
     finished: float = 0.0
 
 
@@ -51,6 +54,23 @@ class Emission:
     num_accepted: int  # of these tokens, from the left, those that the drafter had proposed
 
 
+@dataclass(frozen=True)
+class Admission:
+    """When waiting requests are given rows, and how their prompts are read."""
+
+    chunk: int | None = None  # prompt tokens, of all rows, that are read between two rounds; None: all, others waiting
+    most_wait: float = 0.0  # seconds that a request waits, at most, for others to be read with it
+
+
+@dataclass
+class _Reading:
+    """Requests whose prompts are being read, with their rows."""
+
+    rows: list[int]
+    requests: list[Request]
+    prompts: PromptReading
+
+
 class Generation:
     """Decodes a list of prompts, and those added later. Call `step` while `running`."""
 
@@ -61,19 +81,21 @@ class Generation:
         request_ids: Sequence[int] | None = None,
         lag: int | None = None,
         now: Callable[[], float] = time.perf_counter,
+        admission: Admission = Admission(),
     ) -> None:
         """Take all rows of the engine, whatever they held.
 
         `request_ids` key the noise of requests; by default they are the places of the prompts. `lag`: rounds that the
         host is ahead of what it has read; by default 1 on a GPU and 0 on a CPU. `now` tells the time in seconds.
         """
-        self.engine, self._now = engine, now
+        self.engine, self._now, self._admission = engine, now, admission
         on_gpu = engine.target.device.type == "cuda"
         self.lag = int(on_gpu) if lag is None else lag
         self.requests: list[Request] = []
         self.clock = PhaseClock(engine.target.device)
         self._waiting: deque[Request] = deque()
         self._running: list[Request | None] = [None] * engine.num_rows  # the request in each row
+        self._reading: _Reading | None = None
         self._unread: deque[_Unread] = deque()
         self._draft_lengths = DraftLengths(engine.settings.schedule, engine.settings.shape.depth)
         for place, prompt in enumerate(prompts):
@@ -89,7 +111,7 @@ class Generation:
 
     def _enqueue(self, prompt: list[int], request_id: int, max_new_tokens: int) -> None:
         stats = Stats(self.engine.settings.shape.depth)
-        request = Request(len(self.requests), prompt, request_id, max_new_tokens, stats)
+        request = Request(len(self.requests), prompt, request_id, max_new_tokens, stats, self._now())
         self.requests.append(request)
         self._waiting.append(request)
 
@@ -107,7 +129,9 @@ class Generation:
         return len(self.requests) - len(self._waiting) - self.num_running
 
     def step(self) -> list[Emission]:
-        """Give free rows to waiting requests, or else run one round; then read what has happened by now.
+        """Read prompts of waiting requests into free rows, or a part of them, or else run one round.
+
+        A round also follows a part of prompts. Returns what has happened by now.
 
         Raises `UserError` where memory runs out.
         """
@@ -116,10 +140,11 @@ class Generation:
 
     def _step(self) -> list[Emission]:
         assert self.engine.owner() is self, "another generation has taken the engine"
-        if self._waiting and (rows := self._free_rows()):
-            self._admit(rows)
+        if self._reading is None and self._waiting and (rows := self._free_rows()):
+            self._reading = self._open_rows(rows)
+        if self._reading is not None and self._read_prompts(self._reading):
             return self._read(0)
-        running = [(row, request) for row, request in enumerate(self._running) if request is not None]
+        running = self._decoding()
         draft_length = self._draft_lengths.next(len(running))
         self.clock.mark(None)
         draft = self.engine.draft(draft_length)
@@ -130,25 +155,52 @@ class Generation:
         return self._read(self.lag)
 
     def _free_rows(self) -> list[int]:
-        """Return the rows to admit to now: all free ones, once they are enough to be worth a pass of the target."""
+        """Return the rows to admit to now: all free ones, once they are enough to be worth a pass of the target.
+
+        While others run and a row would stay free, the request that waits longest waits for others to come.
+        """
         free = [row for row, request in enumerate(self._running) if request is None]
         enough = min(len(self._waiting), -(-len(self._running) // ADMIT_SHARE))
-        return free[: len(self._waiting)] if len(free) >= enough else []
+        is_early = self._now() - self._waiting[0].added < self._admission.most_wait
+        if len(free) < enough or (is_early and len(self._waiting) < len(free) < len(self._running)):
+            return []
+        return free[: len(self._waiting)]
 
-    def _admit(self, rows: list[int]) -> None:
+    def _open_rows(self, rows: list[int]) -> _Reading:
         requests = [self._waiting.popleft() for _ in rows]
         now = self._now()
         for row, request in zip(rows, requests, strict=True):
             self._running[row], request.admitted = request, now
-        self.clock.mark(None)
-        record = self.engine.admit(
+        prompts = self.engine.open_rows(
             rows,
             [request.prompt for request in requests],
             [request.request_id for request in requests],
             [request.max_new_tokens for request in requests],
         )
+        return _Reading(rows, requests, prompts)
+
+    def _decoding(self) -> list[tuple[int, Request]]:
+        """Return the requests whose prompts are read, with their rows."""
+        reading = self._reading.rows if self._reading else []
+        return [
+            (row, request) for row, request in enumerate(self._running) if request is not None and row not in reading
+        ]
+
+    def _read_prompts(self, reading: _Reading) -> bool:
+        """Read on, to the end where nobody is to be kept waiting; return whether the prompts are read."""
+        self.clock.mark(None)
+        chunk = self._admission.chunk
+        if chunk is None or not self._decoding():
+            record: Tensor | None = self.engine.read_to_end(reading.prompts)
+        else:
+            record = self.engine.read_prompts(reading.prompts, max(1, chunk // len(reading.rows)))
         self.clock.mark("prefill")
-        self._unread.append(_Unread(record, list(zip(range(len(rows)), rows, requests, strict=True))))
+        if record is None:
+            return False
+        places = zip(range(len(reading.rows)), reading.rows, reading.requests, strict=True)
+        self._unread.append(_Unread(record, list(places)))
+        self._reading = None
+        return True
 
     def _read(self, lag: int) -> list[Emission]:
         """Read all but the newest `lag` records."""
@@ -170,8 +222,10 @@ class Generation:
             request.stats.count_round(num_drafted, num_accepted)
             request.rounds.append(Round(len(request.token_ids), num_drafted, num_accepted))
             request.first_round = request.first_round or now
+            request.longest_pause = max(request.longest_pause, now - request.newest_token)
         else:
             request.first_token = now
+        request.newest_token = now
         token_ids = line[RECORD_HEAD : RECORD_HEAD + num_emitted]
         request.token_ids += token_ids
         request.stats.num_emitted_tokens += num_emitted

@@ -15,12 +15,12 @@ from pydantic import PlainValidator
 
 from draftsmith.inference.decoding.batch_engine import GenerationSettings
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder
-from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.generation import Admission, Generation
 from draftsmith.inference.decoding.schedule import Adaptive, AnySchedule, Schedule, schedule_from_json
 from draftsmith.inference.measuring.results import Environment
 from draftsmith.inference.traffic.requests import Lengths, Load, Sent, plan_requests
 from draftsmith.inference.traffic.serving import WALL_CLOCK, Clock, ServedRun, serve
-from draftsmith.inference.traffic.stages import Sla, StageResult, stage_result
+from draftsmith.inference.traffic.stages import OFF, Sla, StageResult, off_beside, stage_result
 from draftsmith.models.errors import UserError
 from draftsmith.models.typed_json import flat, with_flat_parts
 
@@ -40,6 +40,8 @@ class LoadSettings:
     sla: Sla = Sla()
     prompt_lengths: Lengths | None = None
     output_lengths: Lengths | None = None
+    prefill_chunk: int | None = None  # tokens that the contenders in chunks read between two rounds
+    wait_ms: float = 0.0  # that a request waits, at most, for others to be read with it
 
     def num_rows(self, load: Load) -> int:
         """Return how many requests run at once, at most."""
@@ -84,7 +86,9 @@ class LoadTest:
     def __post_init__(self) -> None:
         """Refuse stages that cannot be compared: every contender needs all loads, and "off" is among them."""
         stages = {(stage.contender, stage.load): len(stage.repeats) for stage in self.stages}
-        if not stages or {("off", load): count for (_, load), count in stages.items()}.items() - stages.items():
+        off = {(off_beside(name), load): count for (name, load), count in stages.items()}
+        off |= {(OFF, load): count for (_, load), count in stages.items()}
+        if not stages or off.items() - stages.items():
             raise ValueError("stages are missing with speculation off")
         if len(stages) != len({name for name, _ in stages}) * len({load for _, load in stages}):
             raise ValueError("stages are missing at some loads")
@@ -97,10 +101,12 @@ class Contender:
     name: str
     decoder: SpeculativeDecoder
     settings: GenerationSettings
+    admission: Admission = Admission()
 
     def start(self, num_rows: int, longest: int, now: Callable[[], float] = time.perf_counter) -> Generation:
         """Return a generation that waits for requests, with prompts of up to `longest` tokens."""
-        return Generation(self.decoder.engine_for(self.settings, num_rows, longest), now=now)
+        engine = self.decoder.engine_for(self.settings, num_rows, longest)
+        return Generation(engine, now=now, admission=self.admission)
 
 
 def run_load_test(

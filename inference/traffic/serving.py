@@ -31,6 +31,7 @@ class Answer:
     finished: float
     token_ids: list[int]
     num_prompt_tokens: int
+    longest_pause: float = 0.0  # between two times at which it got tokens
 
     @property
     def ttft(self) -> float:
@@ -94,6 +95,7 @@ def serve(generation: Generation, plan: list[Sent], prompts: list[list[int]], lo
             request.finished - start,
             request.token_ids,
             len(prompts[sent.prompt]),
+            request.longest_pause,
         )
         for arrival, sent, request in zip(arrived, plan, generation.requests, strict=True)
     ]

@@ -16,6 +16,8 @@ from draftsmith.inference.traffic.requests import Load
 from draftsmith.inference.traffic.serving import Answer, ServedRun, Step
 from draftsmith.models.ranges import Natural, NonNegative, Positive
 
+OFF, ON, SCHEDULED = "off", "on", "scheduled"  # contenders; those that read prompts in chunks have a name behind it
+IN_CHUNKS = ", in chunks"
 WARM_UP_SHARE = 0.2  # of a run's requests, from the first on, that only bring it to a steady state
 LEAST_FOR_P95, LEAST_FOR_P99 = 20, 100  # requests: of fewer ones the percentile is only the slowest
 
@@ -56,7 +58,7 @@ class StageResult:
 
     mode: Literal["rate", "concurrency"]
     load: NonNegative  # requests a second, or at once
-    contender: str  # off, on or scheduled
+    contender: str  # off, on or scheduled; or off or on, in chunks
     num_counted: Natural
     seconds: NonNegative
     throughput_tokens_per_second: Positive
@@ -74,6 +76,7 @@ class StageResult:
     mean_draft_length: NonNegative
     repeats: list[RepeatResult]
     within_sla: bool | None  # None: too few requests to tell
+    pause_ms: Percentiles | None = None  # longest time of a request between two of its tokens; None in older files
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def stage_result(load: Load, contender: str, runs: list[ServedRun], sla: Sla) ->
         mean_draft_length=stats.num_draft_tokens / max(1, stats.num_rounds),
         repeats=[part.result(sla) for part in parts],
         within_sla=sla.kept_at(ttft_ms, tpot_ms, len(answers)),
+        pause_ms=percentiles([answer.longest_pause * 1000 for answer in answers]),
     )
 
 
@@ -210,10 +214,15 @@ class Gain:
 
 
 def gains(stages: Sequence[StageResult], contender: str) -> dict[float, Gain]:
-    """Return a contender's gain over speculation off at each load, rising."""
+    """Return a contender's gain over speculation off at each load, rising. Both read prompts in the same way."""
     by_setting = {(stage.load, stage.contender): stage for stage in stages}
     loads = sorted({stage.load for stage in stages})
-    return {load: gain(by_setting[load, contender], by_setting[load, "off"]) for load in loads}
+    return {load: gain(by_setting[load, contender], by_setting[load, off_beside(contender)]) for load in loads}
+
+
+def off_beside(contender: str) -> str:
+    """Return the contender without speculation that reads prompts as this one does."""
+    return OFF + IN_CHUNKS if contender.endswith(IN_CHUNKS) else OFF
 
 
 def gain(stage: StageResult, off: StageResult) -> Gain:
@@ -271,8 +280,8 @@ def verdict(stages: Sequence[StageResult]) -> str:
     unit = "at once" if stages[0].mode == "concurrency" else "a second"
     by_setting = {(stage.load, stage.contender): stage for stage in stages}
     paying = ""
-    for load, gain in gains(stages, "on").items():
-        reason = reason_against(by_setting[load, "on"], by_setting[load, "off"], gain)
+    for load, gain in gains(stages, ON).items():
+        reason = reason_against(by_setting[load, ON], by_setting[load, OFF], gain)
         if reason:
             if paying:
                 return f"{paying}; it {reason} at {load:g} ({gain.text})"

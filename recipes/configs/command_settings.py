@@ -232,6 +232,10 @@ class LoadTestSettings(OfDrafters):
     output_lengths: Lognormal | None = option(
         TRAFFIC, "drawn lengths: answers are cut there", None, ("MEDIAN", "SIGMA")
     )
+    prefill_chunk: Count | None = option(
+        TRAFFIC, "try reading prompts so many tokens at a time, while others decode", None, "N"
+    )
+    wait_ms: NonNegative = option(TRAFFIC, "longest wait for others whose prompts are read, too", 0.0, "MS")
     repeats: Count = option(TRAFFIC, "runs of each stage", 3, "N")
     sla_ttft_ms: Positive | None = option(TRAFFIC, "latest first token of 95 % of requests", None, "MS")
     sla_tpot_ms: Positive | None = option(TRAFFIC, "longest later token of 95 % of requests", None, "MS")

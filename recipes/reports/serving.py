@@ -15,7 +15,18 @@ from draftsmith.inference.measuring.judged import JudgedResult, JudgedSetting
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.tuning import PredictedDraft
 from draftsmith.inference.traffic.load_test import LoadTest
-from draftsmith.inference.traffic.stages import Gain, StageResult, gains, latency_text, operating_points
+from draftsmith.inference.traffic.stages import (
+    IN_CHUNKS,
+    OFF,
+    ON,
+    SCHEDULED,
+    Gain,
+    StageResult,
+    gains,
+    latency_text,
+    off_beside,
+    operating_points,
+)
 from draftsmith.recipes.pages.figures import (
     BASELINE_COLOUR,
     COLOURS,
@@ -41,7 +52,8 @@ from draftsmith.recipes.pages.tables import (
 from draftsmith.recipes.report_data.contents import Choice, ReportData
 from draftsmith.recipes.report_data.measured import checkpoint_names
 
-COLOUR_OF = {"off": BASELINE_COLOUR, "on": COLOURS[1], "scheduled": COLOURS[2]}
+GOODPUT, PAUSES = "goodput requests/s", "pauses p50/p95/p99"
+COLOUR_OF = {OFF: BASELINE_COLOUR, ON: COLOURS[1], SCHEDULED: COLOURS[2], ON + IN_CHUNKS: COLOURS[3]}
 
 
 # --- what was chosen
@@ -190,9 +202,7 @@ def load_tests(data: ReportData) -> Section:
 def short_stage_table(name: str, test: LoadTest) -> Table:
     """Return what decides: one row for each load, with what each contender gains there within the SLA."""
     table = stage_table(test)
-    load, contender, gain, goodput = map(
-        table.headings.index, ("load", "speculation", "over off", "goodput requests/s")
-    )
+    load, contender, gain, goodput = map(table.headings.index, ("load", "speculation", "over off", GOODPUT))
     rows: dict[str, Row] = {}
     for cells in table.rows:
         row = rows.setdefault(cells[load].text, {"load": cells[load]})
@@ -210,22 +220,23 @@ def stage_table(test: LoadTest) -> Table:
             "speculation": stage.contender,
             "tokens/s": f"{stage.throughput_tokens_per_second:.0f}",
             "over off": "1.00×"
-            if stage.contender == "off"
+            if stage.contender == off_beside(stage.contender)
             else gain_cell(gains_by_contender[stage.contender][stage.load]),
             "drafted a round": f"{stage.mean_draft_length:.1f}",
             "requests": f"{stage.num_counted}",
             "TTFT p50/p95/p99": latency_text(stage.ttft_ms, stage.num_counted),
             "TPOT p50/p95/p99": latency_text(stage.tpot_ms, stage.num_counted),
-            "goodput requests/s": goodput_cell(stage),
+            PAUSES: latency_text(stage.pause_ms, stage.num_counted) if stage.pause_ms else "–",
+            GOODPUT: goodput_cell(stage),
         }
         for stage in test.stages
     ]
     unit = "requests at once" if test.stages[0].mode == "concurrency" else "requests a second"
     note = (
-        f"Load in {unit}; times in milliseconds over so many requests, – where those are too few to tell. Over "
-        "off: throughput of clients that wait for their answers, else the median time per token; goodput where one of "
-        "both misses the SLA; with 95 % interval over repeats. Goodput, the requests a second that keep the limits of "
-        "latency, is red where the SLA was missed."
+        f"Load in {unit}; times in milliseconds over so many requests, – where those are too few to tell. A pause is "
+        "the longest time of a request between two of its tokens. Over off: throughput of clients that wait for their "
+        "answers, else the median time per token; goodput where one of both misses the SLA; with 95 % interval over "
+        "repeats. Goodput, the requests a second that keep the limits of latency, is red where the SLA was missed."
     )
     return table_of("All stages", rows, note, words=("speculation",))
 
@@ -259,7 +270,7 @@ def draw_panel(axes: Axes, test: LoadTest, latency: Callable[[StageResult], floa
     for name, best in operating_points(test.stages).items():
         stages, colour = [stage for stage in test.stages if stage.contender == name], COLOUR_OF.get(name, INK)
         places = [(latency(stage), stage.throughput_tokens_per_second) for stage in stages]
-        style = "--" if name == "off" else "-"
+        style = "--" if name == off_beside(name) else "-"
         axes.plot(*zip(*places, strict=True), style, marker="o", color=colour, label=label_text(f"speculation {name}"))
         for stage, place in zip(stages, places, strict=True):
             axes.annotate(f"{stage.load:g}", place, (5, 4), textcoords="offset points", fontsize=8, color=colour)

@@ -1,6 +1,7 @@
 """`draftsmith load-test`: a drafter under traffic, with speculation on, off and scheduled."""
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.decoding.decoder import check_sampling, resolve_settings
+from draftsmith.inference.decoding.generation import Admission
 from draftsmith.inference.decoding.schedule import Adaptive, AnySchedule, read_schedule
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.traffic.load_test import (
@@ -25,7 +27,7 @@ from draftsmith.inference.traffic.load_test import (
     run_load_test,
 )
 from draftsmith.inference.traffic.requests import Lengths, Load, check_output_lengths, check_prompt_lengths
-from draftsmith.inference.traffic.stages import Sla, operating_points, verdict
+from draftsmith.inference.traffic.stages import IN_CHUNKS, OFF, ON, SCHEDULED, Sla, operating_points, verdict
 from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
 from draftsmith.models.files import whole_folder, write_json
@@ -36,7 +38,7 @@ from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.pages.figures import TWO_PANELS, save_plot
 from draftsmith.recipes.pages.tables import for_terminal
 from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.serving import draw_load, stage_table
+from draftsmith.recipes.reports.serving import GOODPUT, PAUSES, draw_load, stage_table
 
 MAX_BATCH = 16
 REQUESTS, REQUESTS_A_CLIENT = 50, 8  # of a run; with 3 repeats 120 are counted, enough for a p99
@@ -60,18 +62,23 @@ def run(settings: LoadTestSettings, console: Console) -> None:
     def contender(name: str, drafter: Drafter, draft: int | AnySchedule) -> Contender:
         mode = settings.verification_mode
         decoding = resolve_settings(drafter, sampling, settings.max_new_tokens, draft, mode, settings.seed)
-        return Contender(name, SpeculativeDecoder(target, drafter), decoding)
+        admission = Admission(most_wait=settings.wait_ms / 1000)
+        return Contender(name, SpeculativeDecoder(target, drafter), decoding, admission)
 
-    off, on = contender("off", plain, 0), contender("on", drafter, settings.draft_length)
+    off, on = contender(OFF, plain, 0), contender(ON, drafter, settings.draft_length)
     if not isinstance(on.settings.shape, Chain):
         raise UserError(f"--drafter {name}: it drafts no chains, which the scheduled contender shortens: give another")
     with progress_bar() as progress, cpu_threads(settings.num_threads):
-        task = progress.add_task("load test", total=len(traffic.loads) * traffic.repeats * 3, detail="")
+        num_contenders = 5 if traffic.prefill_chunk else 3
+        num_runs = len(traffic.loads) * traffic.repeats * num_contenders
+        task = progress.add_task("load test", total=num_runs, detail="")
         if settings.schedule:
             schedule = read_schedule(settings.schedule)
         else:
             schedule = measured_schedule(on, prompts.token_ids, traffic, settings.draft_length)
-        contenders = [off, on, contender("scheduled", drafter, schedule)]
+        contenders = [off, on, contender(SCHEDULED, drafter, schedule)]
+        if traffic.prefill_chunk:
+            contenders += [in_chunks(other, traffic.prefill_chunk) for other in (off, on)]
         stages, answers = run_load_test(
             contenders, prompts.token_ids, traffic, on_progress=lambda: progress.advance(task)
         )
@@ -98,6 +105,12 @@ def run(settings: LoadTestSettings, console: Console) -> None:
     console.print(f"report: {build_report(settings.out)}")
 
 
+def in_chunks(contender: Contender, num_tokens: int) -> Contender:
+    """Return a contender that reads prompts so many tokens at a time, with rounds in between."""
+    admission = replace(contender.admission, chunk=num_tokens)
+    return replace(contender, name=contender.name + IN_CHUNKS, admission=admission)
+
+
 def measured_schedule(on: Contender, prompts: list[list[int]], traffic: LoadSettings, draft_length: int) -> Adaptive:
     """Return a schedule from costs that are measured up to the number of requests that will run at once."""
     most = max(traffic.num_rows(load) for load in traffic.loads)
@@ -122,6 +135,8 @@ def load_settings(settings: LoadTestSettings) -> LoadSettings:
         sla=Sla(settings.sla_ttft_ms, settings.sla_tpot_ms),
         prompt_lengths=lognormal("--prompt-lengths", settings.prompt_lengths),
         output_lengths=output_lengths,
+        prefill_chunk=settings.prefill_chunk,
+        wait_ms=settings.wait_ms,
     )
 
 
@@ -139,7 +154,7 @@ def identical_answers(answers: dict[str, list[list[int]]]) -> dict[str, Identica
 
     Requests meet other neighbours in the batch with each contender, which may turn a near tie around in low precision.
     """
-    off = answers.pop("off")
+    off = answers.pop(OFF)
     return {
         name: IdenticalAnswers(len(off), sum(own == other for own, other in zip(answer, off, strict=True)))
         for name, answer in answers.items()
@@ -151,7 +166,9 @@ def identical_answers(answers: dict[str, list[list[int]]]) -> dict[str, Identica
 
 def print_load_test(test: LoadTest, console: Console) -> None:
     table = stage_table(test)
-    left_out = ("over off", "drafted a round", "requests")  # for which 80 characters have no room
+    has_sla = test.traffic.settings.sla != Sla()
+    # 80 characters have no room for all
+    left_out = ("over off", "drafted a round", "requests", PAUSES if has_sla else GOODPUT)
     console.print(for_terminal(table, [heading for heading in table.headings if heading not in left_out]))
     console.print(lengths_text(test))
     for name, point in test.operating_points.items():

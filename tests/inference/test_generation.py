@@ -18,7 +18,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding import batch_engine
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import Output, resolve_settings
-from draftsmith.inference.decoding.generation import Generation
+from draftsmith.inference.decoding.generation import Admission, Generation
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
@@ -199,17 +199,19 @@ def queue(tiny_target: Target) -> Queue:
 
 
 @pytest.mark.parametrize("kind", ["none", *KINDS])
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("lag", "chunk"), [(0, None), (1, None), (1, 3)])
 def test_a_queue_through_few_rows_gives_what_each_prompt_gives(
-    kind: str, lag: int, queue: Queue, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+    kind: str, lag: int, chunk: int | None, queue: Queue, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows change hands at any time, prompts are read in chunks, and the host may be a round late: nothing shows."""
+    """Rows change hands at any time, the host may be a round late, and others decode between the chunks of a prompt:
+    nothing of it shows.
+    """
     monkeypatch.setattr(batch_engine, "PREFILL_CHUNK", 7)
     monkeypatch.setattr(Target, "eos_token_ids", [queue.eos])
     drafter = drafter_of(kind, tiny_target)
     shape = drafter.own_shape(0 if kind == "none" else 3)
     engine = BatchEngine(tiny_target, drafter, GenerationSettings(max_new_tokens=12, shape=shape), 3, CONTEXT)
-    generation = Generation(engine, queue.prompts, lag=lag)
+    generation = Generation(engine, queue.prompts, lag=lag, admission=Admission(chunk))
     told: list[list[int]] = [[] for _ in queue.prompts]
     while generation.running():
         for emission in generation.step():

@@ -29,6 +29,7 @@ from draftsmith.inference.traffic.serving import Answer, Clock, ServedRun, Step,
 from draftsmith.inference.traffic.stages import (
     Sla,
     StageResult,
+    gains,
     latency_text,
     operating_points,
     stage_result,
@@ -227,6 +228,13 @@ def test_operating_point_and_verdict() -> None:
     assert verdict(at_rate).startswith("speculation pays up to 2 requests a second (1.50x")
 
 
+def test_a_gain_is_over_the_same_way_of_reading_prompts() -> None:
+    speeds = {"off": 100, "on": 120, "off, in chunks": 80, "on, in chunks": 88}
+    stages = [stage(1, name, speed, 10.0) for name, speed in speeds.items()]
+    assert gains(stages, "on")[1].ratio == pytest.approx(1.2)
+    assert gains(stages, "on, in chunks")[1].ratio == pytest.approx(1.1)
+
+
 def test_a_gain_within_the_spread_of_repeats_is_not_called_one() -> None:
     """Student's interval of three differences -1, 11 and 23: 11 plus or minus 4.303 x 12 / sqrt(3), over 100."""
     off = stage(1, "off", 100, 10.0, spread=(1.0, 1.0, 1.0))
@@ -307,15 +315,15 @@ def test_the_command(tiny_target: Target, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("def f(x):\nThe smith heats the iron\n")
     words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.txt")]
     more = ["--concurrency", "1", "2", "--requests", "10", "--repeats", "1", "--max-new-tokens", "12"]
-    more += ["--sla-tpot-ms", "1e6", "--device", "cpu"]
+    more += ["--sla-tpot-ms", "1e6", "--prefill-chunk", "3", "--wait-ms", "1", "--device", "cpu"]
     assert main(["load-test", *words, *more, "--out", str(tmp_path / "out")]) == 0
     content = json.loads((tmp_path / "out/load.json").read_text())
     assert to_json(from_json(LoadTest, content)) == content
     assert [(row["load"], row["contender"]) for row in content["stages"]] == list(
-        itertools.product((1, 2), ("off", "on", "scheduled"))
+        itertools.product((1, 2), (names := ("off", "on", "scheduled", "off, in chunks", "on, in chunks")))
     )
-    assert content["identical"]["on"] == content["identical"]["scheduled"] == {"checked": 20, "identical": 20}
-    assert set(content["operating_points"]) == {"off", "on", "scheduled"}
+    assert content["identical"] == dict.fromkeys(names[1:], {"checked": 20, "identical": 20})
+    assert content["operating_points"].keys() == set(names)
     schedule = schedule_from_json(content["schedule"])
     assert isinstance(schedule, Adaptive)
     assert schedule.candidates == (0, 1, 2, 4)
