@@ -81,7 +81,7 @@ class Meter(TorchDispatchMode):
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if DRAFTERS[kind].depths is not Drafter.depths])
 def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
     """Operations within a tenth, memory of a micro-batch within a half; weights, gradients and moments to the byte."""
-    rows, length = 8, 256
+    rows, length = 4, 128
     config = RECIPES[f"quickstart_{kind}"]()
     config.data.batch_size, config.data.tokens_per_micro_batch, config.run.steps = rows, rows * length, 1
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)

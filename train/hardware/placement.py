@@ -15,7 +15,7 @@ from draftsmith.data.progress import size_text
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.devices import default_dtype
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.shape import target_weights
+from draftsmith.models.target.shape import target_weights, weights_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.estimates import RunEstimate, estimate
 from draftsmith.train.hardware.layouts import drafter_share, layout_of
@@ -85,7 +85,8 @@ def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> 
     with torch.device("meta"):
         drafter = DRAFTERS["none" if from_files else config.drafter.kind].from_target(config.drafter, target)
     itemsize, on_gpu = default_dtype(device).itemsize, device.type == "cuda"
-    return estimate(config, target.config, 1, drafter, itemsize, on_gpu)
+    weights = weights_of(target.model, config.target)
+    return estimate(config, target.config, 1, drafter, itemsize, on_gpu, weights)
 
 
 @dataclass(frozen=True)
