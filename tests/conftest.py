@@ -16,6 +16,7 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: several run side by side
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     with suppress(ImportError):  # triton exists for Linux only
