@@ -191,13 +191,6 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge the mappings that `<<` names, as long as they stay few: each merge may repeat all earlier ones."""
-        super().flatten_mapping(node)
-        self._merged = getattr(self, "_merged", 0) + len(node.value)
-        if self._merged > MOST_YAML_VALUES:
-            raise yaml.constructor.ConstructorError(None, None, "too many merged keys", node.start_mark)
-
 
 def _check_nesting(content: Any, place: str, most_values: float = math.inf) -> None:
     """Raise `UserError` for lists and objects in each other beyond `DEEPEST`, or, by aliases, without an end."""

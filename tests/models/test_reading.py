@@ -48,7 +48,6 @@ BAD_YAML = {
     "deep lists of lines": b"- " * 5000 + b"x",
     "bomb": BOMB.encode(),
     "loop": b"a: &a [*a]",
-    "merges": MERGES.encode(),
     "long": b"a: 1 #" + b"x" * (1 << 20),
     "twice": b"a: 1\na: 2",
     "code": b"!!python/object/apply:os.system ['true']",
@@ -87,6 +86,12 @@ def test_a_bad_line_is_named(tmp_path, name):
 def test_yaml_that_is_none_is_one_line(tmp_path, name):
     (path := tmp_path / "x.yaml").write_bytes(BAD_YAML[name])
     assert refusal(read_yaml, path)
+
+
+def test_yaml_that_merges_over_and_over_has_each_key_once(tmp_path):
+    """PyYAML before 6.0.4 repeats each key 9 ** 11 times."""
+    (path := tmp_path / "x.yaml").write_text(MERGES)
+    assert read_yaml(path) == {f"a{i}": {"x": 1} for i in range(12)}
 
 
 @pytest.mark.parametrize("text", ["[" * 101, "[ {\n" * 51])
