@@ -10,6 +10,7 @@ to read one is an error here, as is a shape that hangs on one. What the host wou
 """
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -255,6 +256,7 @@ def make_target(model: PreTrainedModel) -> Target:
         return Target(on_gpu(model), None, "Llama-3.1-8B")
 
 
+@functools.cache
 def make_drafter(kind: str, target: Target) -> Drafter:
     drafter_class = DRAFTERS[kind]
     config = drafter_class.config_class(kind=kind, **SETTINGS.get(kind, {}))

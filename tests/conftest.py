@@ -8,9 +8,10 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -36,10 +37,22 @@ SEES_PNGS = (
     "test_layout.py",
     "test_foreign_texts.py",
 )
+PYTHON = pytest.StashKey[str]()  # path of the Python that the processes of pytest-xdist share
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 if TYPE_CHECKING:
     from shadow_memory import ShadowMemory
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give the processes of pytest-xdist one warm Python, which starts with the first of them."""
+    config = node.config
+    if PYTHON not in config.stash:
+        held = ExitStack()
+        config.add_cleanup(held.close)
+        config.stash[PYTHON] = held.enter_context(warm_python(Path(held.enter_context(TemporaryDirectory()))))
+    node.workerinput["python"] = config.stash[PYTHON]
 
 
 def pytest_collection_finish() -> None:
@@ -81,10 +94,13 @@ def tiny_target(tiny_target_dir: Path) -> Target:
 
 
 @pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def python(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[str]:
     """Path of a Python in which programs of training start at once (helpers/warm_python.py), on Linux."""
     if sys.platform != "linux":  # the only one where a process can be waited for beside a socket
         yield sys.executable
+        return
+    if hasattr(request.config, "workerinput"):
+        yield request.config.workerinput["python"]
         return
     with warm_python(tmp_path_factory.mktemp("python")) as path:
         yield path

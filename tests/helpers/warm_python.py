@@ -17,12 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 STREAMS = (0, 1, 2)
+LONGEST_START = 120.0  # seconds
 
 
 class Program(NamedTuple):
@@ -34,17 +36,15 @@ class Program(NamedTuple):
 
 @contextmanager
 def warm_python(folder: Path) -> Iterator[str]:
-    """Keep a warm Python whose files lie in an empty folder; yield its path."""
+    """Keep a warm Python whose files lie in an empty folder; yield its path. Programs wait until it is warm."""
     path, address = folder / "python", folder / "socket"
     client = shlex.join([sys.executable, "-S", "-E", __file__, "--start", str(address), str(path)])
     path.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
     path.chmod(0o755)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, __file__, "--serve", str(address)]
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     try:
-        assert server.stdout is not None
-        assert b"warm\n" in server.stdout, "it ended while it imported"
         yield str(path)
     finally:
         server.kill()
@@ -54,7 +54,7 @@ def warm_python(folder: Path) -> Iterator[str]:
 def start(address: str, python: str, words: list[str]) -> None:
     """Run a program in the server and end as it ends."""
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(address)
+        connect(server, address)
         socket.send_fds(server, [b"x"], STREAMS)
         answers = server.makefile("rw")
         print(json.dumps(Program(words, dict(os.environ), os.getcwd(), python)), file=answers, flush=True)
@@ -69,13 +69,24 @@ def start(address: str, python: str, words: list[str]) -> None:
     os._exit(code)
 
 
+def connect(server: socket.socket, address: str) -> None:
+    """Connect as soon as the warm Python listens."""
+    end = time.monotonic() + LONGEST_START
+    while True:
+        try:
+            return server.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
 def next_program(address: str) -> Program:
     """Wait for clients; return in a process of its own for each of them."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for programs
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        print("warm", flush=True)
         while True:
             client, _ = listener.accept()
             if not os.fork():

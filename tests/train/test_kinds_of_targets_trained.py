@@ -78,7 +78,14 @@ def save_target_of(model_type: str, directory: Path) -> PreTrainedModel:
     return plain
 
 
-MORE = ("kimi_linear", "lfm2", "deepseek_v32", "llama4_text")  # greedy texts of these are compared by default, too
+MORE = (
+    "nemotron_h",
+    "gemma4",
+    "kimi_linear",
+    "lfm2",
+    "deepseek_v32",
+    "llama4_text",
+)  # greedy texts of these are compared by default, too
 
 
 @pytest.mark.parametrize(
