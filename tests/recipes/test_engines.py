@@ -6,13 +6,14 @@ Two targets: the one that ships, on 50 held-out prompts, and a random one of Qwe
 than hidden size / heads, eight layers). Drafters train for a few steps: agreement must not hang on how good they are.
 """
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_target import tiny_tokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.http import Server
@@ -174,74 +175,95 @@ def test_sampled_texts_are_the_targets_and_as_many_tokens_are_accepted(
 # --- a target of another family
 
 
-@pytest.fixture(scope="module")
-def qwen3(folder: Path) -> Target:
-    """Random weights, wide enough that greedy text varies; in heads of 16 over a width of 48."""
+def family_config(family: str) -> PretrainedConfig:
+    """Heads of 32 over a width of 48, a mixture of experts, and one with sinks and a sliding window beside it."""
     tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        rope_theta=20000.0,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    directory = folder / "qwen3"
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return Target.from_pretrained(directory, "cpu", torch.float32)
+    fields: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    experts = {"hidden_size": 64, "num_experts_per_tok": 2}
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3": {"rope_theta": 20000.0, "tie_word_embeddings": True},
+        "qwen3_moe": {**experts, "num_experts": 8, "moe_intermediate_size": 64, "tie_word_embeddings": True},
+        "gpt_oss": {
+            **experts,
+            "num_local_experts": 8,
+            "sliding_window": 32,
+            "max_position_embeddings": 4096,
+            "initializer_range": 0.05,
+        },
+    }
+    return AutoConfig.for_model(family, **{**fields, **changes[family]})
 
 
 @pytest.fixture(scope="module")
-def qwen3_samples(folder: Path, qwen3: Target) -> Path:
+def families(folder: Path) -> Callable[[str], tuple[Target, Path]]:
+    """Return a target of a family with random weights, wide enough that greedy text varies, and its samples."""
     words = ["heat", "the", "iron", "and", "strike", "it", "again", "with", "a", "hammer", "that", "is", "heavy"]
     prompts = [Prompt(text=f"{' '.join(words[i % 7 : i % 7 + 6])} {i}") for i in range(96)]
-    write_jsonl(folder / "qwen3.jsonl", prompts)
-    settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
-    prepare(qwen3, str(folder / "qwen3.jsonl"), folder / "qwen3-samples", settings)
-    return folder / "qwen3-samples"
+    write_jsonl(folder / "words.jsonl", prompts)
+
+    @functools.cache
+    def made(family: str) -> tuple[Target, Path]:
+        directory, samples = folder / family, folder / f"{family}-samples"
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(family_config(family)).save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+        target = Target.from_pretrained(directory, "cpu", torch.float32)
+        settings = PrepareSettings(max_new_tokens=48, samplings=(Sampling(0.0),), batch_size=32)
+        prepare(target, str(folder / "words.jsonl"), samples, settings)
+        return target, samples
+
+    return made
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
+    ("family", "kind", "fields"),
     [
-        (kind, fields)
-        for kind, fields in (
-            ("draft_model", {"num_layers": 2}),
-            ("eagle", {}),
-            ("eagle3", {"draft_vocab_size": 200, "layer_ids": [1, 4, 6]}),  # a table, and other layers than the default
-            ("eagle3", {"feature_norm": "each", "norm_output": True, "starting_layers": "target"}),  # EAGLE-3.1
-            ("eagle3", {"feature_norm": "all"}),
-            ("medusa", {"num_layers": 2}),
+        (family, kind, fields)
+        for family, kind, fields in (
+            ("qwen3", "draft_model", {"num_layers": 2}),
+            ("qwen3", "eagle", {}),
+            # a table, and other layers than the default
+            ("qwen3", "eagle3", {"draft_vocab_size": 200, "layer_ids": [1, 4, 6]}),
+            # EAGLE-3.1
+            ("qwen3", "eagle3", {"feature_norm": "each", "norm_output": True, "starting_layers": "target"}),
+            ("qwen3", "eagle3", {"feature_norm": "all"}),
+            ("qwen3", "medusa", {"num_layers": 2}),
+            ("qwen3_moe", "eagle3", {}),
+            ("gpt_oss", "eagle3", {}),
         )
         if kind in TRAINED
     ],
 )
 def test_another_family(
+    family: str,
     kind: str,
     fields: dict[str, Any],
     venv: Path,
-    qwen3: Target,
-    qwen3_samples: Path,
+    families: Callable[[str], tuple[Target, Path]],
     folder: Path,
     reports: list[EngineReport],
 ) -> None:
-    name = "-".join([kind.replace("eagle", "e"), *fields])
-    checkpoint = train_briefly(kind, qwen3, qwen3_samples, folder / f"qwen3-run-{name}", **fields)
-    export_checkpoint(checkpoint, "vllm", qwen3, folder / f"qwen3-out-{name}")
-    drafter = load_drafter(folder / f"qwen3-out-{name}", qwen3)
-    prompts = [qwen3.encode(f"strike {i} times and heat it again") for i in range(NUM_PROMPTS)]
-    settings = speculative_config(kind, str(folder / f"qwen3-out-{name}"), 4)
-    report = check_engine(str(venv), settings, drafter, qwen3, prompts, MAX_NEW_TOKENS)
+    target, samples = families(family)
+    name = "-".join([family, kind.replace("eagle", "e"), *fields])
+    checkpoint = train_briefly(kind, target, samples, folder / f"run-{name}", **fields)
+    export_checkpoint(checkpoint, "vllm", target, folder / f"out-{name}")
+    drafter = load_drafter(folder / f"out-{name}", target)
+    prompts = [target.encode(f"strike {i} times and heat it again") for i in range(NUM_PROMPTS)]
+    settings = speculative_config(kind, str(folder / f"out-{name}"), 4)
+    report = check_engine(str(venv), settings, drafter, target, prompts, MAX_NEW_TOKENS)
     reports.append(report)
     assert_agreement(report)
 
