@@ -34,7 +34,9 @@ def add_flags(parser: argparse.ArgumentParser, settings_class: type) -> None:
                 usage.append(metavar if positional else f"{flag} {metavar}")
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
     group.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.usage = " ".join([*usage, "[options]"])
+    # The description goes with the usage, without the blank line in between that argparse leaves.
+    parser.usage = f"{' '.join(usage)} [options]\n{parser.description}".replace("%", "%%")
+    parser.description = None
 
 
 def values_of(setting: "Field[Any]", hint: Any) -> dict[str, Any]:
