@@ -87,6 +87,7 @@ class Generation:
 
         `request_ids` key the noise of requests; by default they are the places of the prompts. `lag`: rounds that the
         host is ahead of what it has read; by default 1 on a GPU and 0 on a CPU. `now` tells the time in seconds.
+        `admission`: when waiting requests get rows, and whether others decode while their prompts are read.
         """
         self.engine, self._now, self._admission = engine, now, admission
         on_gpu = engine.target.device.type == "cuda"
@@ -129,9 +130,9 @@ class Generation:
         return len(self.requests) - len(self._waiting) - self.num_running
 
     def step(self) -> list[Emission]:
-        """Read prompts of waiting requests into free rows, or a part of them, or else run one round.
+        """Read prompts into free rows where requests wait, else run one round; return what has happened by now.
 
-        A round also follows a part of prompts. Returns what has happened by now.
+        Where only a part of the prompts is read, a round of the other rows follows it.
 
         Raises `UserError` where memory runs out.
         """

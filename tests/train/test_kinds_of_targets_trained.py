@@ -85,7 +85,7 @@ MORE = (
     "lfm2",
     "deepseek_v32",
     "llama4_text",
-)  # greedy texts of these are compared by default, too
+)  # trained in the long run only; greedy texts of these are compared by default, too
 
 
 @pytest.mark.parametrize(
