@@ -32,7 +32,12 @@ def read_prompts(source: str | Path, bad: BadRows | None = None) -> list[Prompt]
 
 
 def read_split(source: str, held_out_share: float, refuse_surrogates: bool, bad: BadRows) -> Split:
-    """Return the prompts of a source to train on and to hold out; `bad` takes the rows that give none.
+    """Return the prompts of a source to train on and to hold out, as `read_unique` reads them."""
+    return split_prompts(read_unique(source, refuse_surrogates, bad), held_out_share)
+
+
+def read_unique(source: str, refuse_surrogates: bool, bad: BadRows) -> list[Prompt]:
+    """Return the different prompts of a source; `bad` takes the rows that give none.
 
     Duplicates are left out and lone surrogates replaced, and the user is told. Raises `UserError` for bad prompts, and
     for lone surrogates that are to be refused.
@@ -47,7 +52,7 @@ def read_split(source: str, held_out_share: float, refuse_surrogates: bool, bad:
     unique = deduplicate(prompts)
     if len(unique) < len(prompts):
         notice(f"{source}: left out {len(prompts) - len(unique)} of {len(prompts)} prompts, which equal earlier ones")
-    return split_prompts(unique, held_out_share)
+    return unique
 
 
 def encode_prompts(prompts: Iterable[Prompt], target: Target, with_images: bool = False) -> list[list[int]]:

@@ -58,7 +58,8 @@ def read_source(source: str, domain_column: str = "domain", bad: BadRows | None 
         column, _, split = rest.partition(":")
         prompts = _from_rows(hub_rows(name, column, split or "train"), source, column, domain_column, bad)
     if not prompts:
-        raise UserError(f"{source} holds no prompts")
+        first = f": none of {len(bad.rows)} rows gives one, the first: {bad.rows[0].reason}" if bad.rows else ""
+        raise UserError(f"{source} holds no prompts{first}")
     return prompts
 
 

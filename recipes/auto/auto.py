@@ -19,16 +19,18 @@ from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
+from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_json, write_whole
 from draftsmith.models.reading import read_typed
 from draftsmith.models.sealed_json import read_sealed, write_sealed
 from draftsmith.models.typed_json import to_json
-from draftsmith.recipes.auto.budget import AutoPlan, make_plan, recipe_of_auto
-from draftsmith.recipes.auto.page import auto_page, more_time
+from draftsmith.recipes.auto.budget import FEWEST_STEPS, AutoPlan, make_plan, recipe_of_auto
+from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
 from draftsmith.recipes.auto.race import LOOKUPS, decided, run_rung, why_over
-from draftsmith.recipes.auto.score import LONGEST, Score, ServingLoad, measure_score
+from draftsmith.recipes.auto.score import LONGEST, Score, ServingLoad, measure_score, plain_speedup
+from draftsmith.recipes.auto.service_level import fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import DividedPrompts, divide
 from draftsmith.recipes.configs.command_settings import ExportSettings
@@ -132,11 +134,16 @@ class Auto:
             alive = self.state.rungs[-1].kept if self.state.rungs else list(plan.step_seconds)
             contenders = run_rung(alive, plan, self.steps, self.trained, self.load)
             rung = decided(len(self.state.rungs) + 1, contenders, self.state.lookups)
-            over = why_over(contenders, self.state.lookups)
+            over = why_over(contenders, self.state.lookups, self.plain_speedup)
             self.save(replace(self.state, rungs=[*self.state.rungs, rung], over=over))
             self.console.print(rung.decision)
             if over:
                 self.console.print(over)
+
+    @property
+    def plain_speedup(self) -> float:
+        """What plain decoding is predicted to have: 0 where it breaks the SLA."""
+        return plain_speedup(read_typed(Costs, self.costs_of(LOOKUPS[0])), self.load)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -173,23 +180,22 @@ class Auto:
     def tell(self) -> None:
         """Print the report and the result, and export what is fastest of what the engine serves."""
         evaluations = [read_evaluation(path) for path in evaluation_paths(self.out / "comparison", self.finalists())]
-        fastest = sorted(evaluations, key=best_rank, reverse=True)
+        within = fastest_first(within_sla(evaluations, self.load.sla))
         self.console.print(f"\nreport: {build_report(self.out / 'comparison')}")
         print_summary(self.out / "comparison", self.console)
-        best = fastest[0]
-        pays = any(row.pays for row in best.results)
-        title = f"the best drafter is {best.drafter}" if pays else "nothing pays on this traffic at this load"
-        more = self.with_more_time()
-        write_whole(self.out / "auto.html", auto_page(self.state, fastest, more))
+        pays = bool(within) and any(row.pays for row in within[0].results)
+        nothing = "nothing pays on this traffic at this load" if within else NONE_KEEPS_SLA
+        title = f"the best drafter is {within[0].drafter}" if pays else nothing
+        lines = [*sla_lines(evaluations, self.load.sla), *self.with_more_time()]
+        write_whole(self.out / "auto.html", auto_page(self.state, fastest_first(evaluations), within, lines))
         self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
-        for line in (title, more):
-            if line:
-                self.console.print(line, soft_wrap=True)
+        for line in (title, *lines):
+            self.console.print(line, soft_wrap=True)
         if pays:
-            self.export_fastest(fastest)
+            self.export_fastest(within)
 
     def export_fastest(self, fastest: list[Evaluation]) -> None:
-        """Export the fastest that pays and that the engine serves; say so where there is none."""
+        """Export the fastest that pays, within the SLA, and that the engine serves; say so where there is none."""
         engine, out = self.settings.engine or "vllm", self.out / "export"
         served = [evaluation for evaluation in fastest if is_served(evaluation.drafter_kind, engine)]
         chosen = next((evaluation for evaluation in served if any(row.pays for row in evaluation.results)), None)
@@ -201,10 +207,10 @@ class Auto:
             exported = ExportSettings(target=self.target.name, checkpoint=chosen.drafter, engine=engine, out=out)
             export(exported, self.target, self.console, chosen)
 
-    def with_more_time(self) -> str | None:
-        """Return what more training would bring to the winner; None where there is none."""
+    def with_more_time(self) -> list[str]:
+        """Return what more training would bring to the winner, if there is one."""
         final = self.state.final
-        return None if final is None else more_time(final, read_typed(Costs, self.costs_of(final.name)), self.load)
+        return [] if final is None else [more_time(final, read_typed(Costs, self.costs_of(final.name)), self.load)]
 
     # --- training and scoring
 
@@ -262,7 +268,8 @@ class Auto:
     def load(self) -> ServingLoad:
         """The load that speedups are predicted for."""
         racing = self.prompt_set(self.prompts.racing)
-        return ServingLoad(self.settings.batch_size, typical_context(racing, self.settings.max_new_tokens))
+        context = typical_context(racing, self.settings.max_new_tokens)
+        return ServingLoad(self.settings.batch_size, context, Sla(self.settings.sla_ttft_ms, self.settings.sla_tpot_ms))
 
     def prompt_set(self, path: Path) -> PromptSet:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
@@ -271,13 +278,9 @@ class Auto:
 def asked(settings: AutoSettings) -> str:
     """Return what a search was asked for, of which nothing may change when it goes on."""
     names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "temperature", "batch_size")
-    values = {name: getattr(settings, name) for name in (*names, "max_new_tokens", "budget")}
+    limits = [name for name in ("sla_ttft_ms", "sla_tpot_ms") if getattr(settings, name) is not None]
+    values = {name: getattr(settings, name) for name in (*names, "max_new_tokens", "budget", *limits)}
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
-
-
-def best_rank(evaluation: Evaluation) -> tuple[bool, float]:
-    """Return the rank of a drafter's best row."""
-    return max(row.rank_key for row in evaluation.results)
 
 
 def plan_lines(plan: AutoPlan) -> list[str]:
@@ -285,7 +288,13 @@ def plan_lines(plan: AutoPlan) -> list[str]:
     steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
     if not plan.step_seconds:
         return ["no kind races: the engine serves none of them, so lookups are measured alone"]
+    least = plan.least_seconds / 3600
+    too_small = (
+        f"--budget {plan.hours:g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
+        f"{FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
+    )
     return [
+        *([too_small] if least > plan.hours else []),
         f"the target answers {plan.num_answers} prompts; a step takes: {steps}",
         f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
         f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring",

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.models import Target, load_drafter
+from draftsmith.recipes.auto.traffic import MOST
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
@@ -22,6 +24,8 @@ from draftsmith.train import TrainConfig
 ANSWER_SHARE, RACE_SHARE, FINAL_SHARE, MEASURE_SHARE = 0.15, 0.35, 0.25, 0.17  # the rest is slack
 SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
+FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
+CERTIFIED, SAMPLED_MODES = 3, 8  # drafters with a certificate, and modes of all of them: four of one that samples
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class AutoPlan:
     final_seconds: float  # of training the winner
     measure_minutes: float  # of measuring at the end
     target_is_small: bool  # so that it takes the quickstart's recipes
+    least_seconds: float = 0.0  # about, that the fewest answers and steps take
 
     @property
     def num_rungs(self) -> int:
@@ -55,7 +60,7 @@ class AutoPlan:
     def _steps(self, kind: str, seconds: float, before: int) -> int:
         """Return the steps after more seconds; a run goes on from where its learning rate began to fall."""
         kept = recipe_of_auto(kind, self.target_is_small).optimizer.decay_start(before)
-        return kept + max(8, int(seconds / self.step_seconds[kind]))
+        return kept + max(FEWEST_STEPS, int(seconds / self.step_seconds[kind]))
 
 
 def num_rungs(num_kinds: int) -> int:
@@ -77,7 +82,7 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     samples, batch_seconds = timed_samples(plain, first)
     answer_seconds = batch_seconds / len(first)
-    num_threads, _ = fastest_num_threads(plain, first[:TIMED_PROMPTS])
+    num_threads, per_token = fastest_num_threads(plain, first[:TIMED_PROMPTS])
     recipes = {kind: recipe_of_auto(kind, small) for kind in kinds}
     drafters = {kind: new_drafter(recipe, target) for kind, recipe in recipes.items()}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
@@ -89,6 +94,7 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
         kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
         for kind, step in times.items()
     }
+    certificates = certificate_seconds(per_token, answer_seconds / ANSWERS.max_new_tokens)
     return AutoPlan(
         target=target.name,
         hours=hours,
@@ -98,6 +104,20 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
         stored_layers=layers if in_store and kinds else None,
         rung_seconds=RACE_SHARE * seconds / max(1, num_rungs(len(kinds))),
         final_seconds=FINAL_SHARE * seconds,
-        measure_minutes=MEASURE_SHARE * seconds / 60,
+        measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificates) / 60,
         target_is_small=small,
+        least_seconds=len(first) * (answer_seconds + feature_seconds)
+        + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values(), default=0.0)),
     )
+
+
+def certificate_seconds(alone: float, in_batch: float) -> float:
+    """Return about what the certificates of the winner and two lookups take, from the seconds of a token.
+
+    A token takes `alone` seconds in plain decoding of one prompt, and `in_batch` in a full batch. Greedy text is
+    decoded alone and again with the drafter, which is taken to be as fast, for each of two batch sizes; sampled text in
+    each mode of verification.
+    """
+    settings = CertifySettings()
+    greedy = CERTIFIED * 4 * MOST * settings.max_new_tokens * alone
+    return greedy + SAMPLED_MODES * settings.num_texts * settings.max_new_tokens * in_batch

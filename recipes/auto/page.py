@@ -15,22 +15,27 @@ from draftsmith.recipes.reports.comparison_table import by_setting, ranking_tabl
 from draftsmith.recipes.reports.verdict import verdict_of
 
 MORE = 10  # times the time, for what it would bring
+NONE_KEEPS_SLA = "no drafter keeps the SLA on this traffic at this load"
 
 
-def auto_page(state: AutoState, evaluations: list[Evaluation], more: str | None) -> str:
-    """Return one page that needs no other file and no network. `evaluations`: those of the end."""
+def auto_page(state: AutoState, evaluations: list[Evaluation], within: list[Evaluation], lines: list[str]) -> str:
+    """Return one page that needs no other file and no network.
+
+    `evaluations` are those of the end, and `within` what of them is not shown to break the SLA. `lines` stand below
+    the verdict.
+    """
     data = report_data_of(evaluations)
-    verdict = verdict_of(data)
+    verdict = verdict_of(report_data_of(within or evaluations))
     return rendered(
         "sections_page.html.j2",
         program="auto",
         refresh=None,
         figures={},
         name=state.plan.target,
-        title=verdict.title,
-        tone=verdict.tone,
-        facts=verdict.facts,
-        text=[verdict.text, *([more] if more else [])],
+        title=verdict.title if within else f"N{NONE_KEEPS_SLA[1:]}.",
+        tone=verdict.tone if within else "bad",
+        facts=verdict.facts if within else [],
+        text=[verdict.text, *lines],
         notes=[*verdict.broken, *verdict.caveats],
         sections=[section for section in (result(data), race(state), plan(state)) if section.has_data],
     )
@@ -48,6 +53,8 @@ def race(state: AutoState) -> Section:
     rungs = [rung_table(number, rung) for number, rung in enumerate(state.rungs, 1)]
     lines = [rung.decision for rung in state.rungs] + ([state.over] if state.over else [])
     lead = "Speedups are predicted from acceptance on the prompts of the race and from measured costs."
+    if any(score.within_sla is not None for score in state.lookups):
+        lead += " Only requests that are predicted to keep the SLA count."
     return Section("race", "The race", lead, [lookups, *rungs], notes=lines)
 
 
@@ -71,6 +78,7 @@ def score_row(score: Score) -> Row:
         "tokens a round": f"{score.acceptance_length:.2f}",
         "draft length": f"{score.draft_length}",
         "predicted": ratio_text(score.speedup, (score.low, score.high)),
+        **({} if score.within_sla is None else {"within the SLA": f"{score.within_sla:.0%}"}),
     }
 
 

@@ -50,7 +50,7 @@ def run_rung(
     for kind in alive:
         score, costs = train(kind, plan.steps_in_rung(kind, len(alive), steps.get(kind, 0)))
         contenders.append(with_forecast(score, costs, plan, load))
-    return sorted(contenders, key=lambda contender: contender.potential, reverse=True)
+    return sorted(contenders, key=lambda contender: (contender.potential, contender.best_potential), reverse=True)
 
 
 def with_forecast(score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
@@ -73,22 +73,30 @@ def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> R
     best, dropped = contenders[0], contenders[len(kept) :]
     line = f"rung {number}: {', '.join(kept)} go on" if len(kept) > 1 else f"rung {number}: {kept[0]} goes on"
     for loser in dropped:
-        line += (
-            f"; {loser.score.name} is dropped: forecast {loser.potential:.2f}×, {best.score.name} {best.potential:.2f}×"
+        reason = (
+            f"forecast {loser.potential:.2f}×, {best.score.name} {best.potential:.2f}×"
+            if loser.potential
+            else "no request is forecast to keep the SLA"
         )
+        line += f"; {loser.score.name} is dropped: {reason}"
     if lookups:
         rival = max(lookups, key=lambda score: score.speedup)
         line += f"; {rival.name} has {rival.speedup:.2f}× without training"
     return Rung(contenders, kept, line)
 
 
-def why_over(contenders: list[Contender], lookups: list[Score]) -> str | None:
-    """Return why no further training can win, if so: a lookup, or plain decoding, is out of reach for every kind."""
+def why_over(contenders: list[Contender], lookups: list[Score], plain: float = 1.0) -> str | None:
+    """Return why no further training can win, if so: a lookup, or plain decoding, is out of reach for every kind.
+
+    `plain` is what plain decoding is predicted to have: 0 where it breaks the SLA. Then the SLA may be out of reach.
+    """
     best = max(contenders, key=lambda contender: contender.best_potential)
     rival = max(lookups, key=lambda score: score.low, default=None)
-    name, reached = ("plain decoding", 1.0) if rival is None or rival.low <= 1 else (rival.name, rival.low)
+    name, reached = ("plain decoding", plain) if rival is None or rival.low <= plain else (rival.name, rival.low)
     if best.best_potential > reached:
         return None
+    if best.best_potential == 0:
+        return "no kind is forecast to keep the SLA for any request, however much it grew: training ends here"
     return (
         f"{name} has at least {reached:.2f}×, and the best forecast of what training can still bring is "
         f"{best.best_potential:.2f}× ({best.score.name}): training ends here"

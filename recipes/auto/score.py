@@ -1,6 +1,11 @@
-"""The speedup that a drafter is predicted to bring on some prompts, from acceptance in few rounds and from costs."""
+"""The speedup that a drafter is predicted to bring on some prompts, from acceptance in few rounds and from costs.
 
-from dataclasses import dataclass, replace
+Under an SLA only requests that are predicted to keep it count: what is predicted is then goodput, over the throughput
+of plain decoding at the same load.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
@@ -12,6 +17,7 @@ from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning.best_draft import Rates, acceptance_length, rates_of_rounds
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, Target
 
 LONGEST = 8  # tokens in a row, where a drafter drafts so many
@@ -21,7 +27,10 @@ NEVER, ALWAYS = 0.002, 0.998  # between which rates are moved
 
 @dataclass(frozen=True)
 class Score:
-    """The speedup that is predicted for a drafter at its best draft length, with the 90 % interval over prompts."""
+    """The speedup that is predicted for a drafter at its best draft length, with the 90 % interval over prompts.
+
+    Under an SLA it is the goodput, over the throughput of plain decoding.
+    """
 
     name: str  # a kind that was trained, or a lookup
     steps: int  # trained for; 0 of a lookup
@@ -32,22 +41,26 @@ class Score:
     speedup: float
     low: float
     high: float
+    rates_by_prompt: list[list[float | None]] = field(default_factory=list)  # empty where nobody asked for an SLA
+    within_sla: float | None = None  # share of the prompts that is predicted to keep it
 
     @property
     def text(self) -> str:
         after = f" after {self.steps} steps" if self.steps else ""
+        within = "" if self.within_sla is None else f" within the SLA, which {self.within_sla:.0%} of the requests keep"
         return (
-            f"{self.name}{after}: {self.speedup:.2f}× [{self.low:.2f}, {self.high:.2f}] predicted, "
+            f"{self.name}{after}: {self.speedup:.2f}× [{self.low:.2f}, {self.high:.2f}] predicted{within}, "
             f"{self.acceptance_length:.2f} tokens a round at draft length {self.draft_length}"
         )
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """The load that speedups are predicted for."""
+    """The load that speedups are predicted for, and the latencies that its requests must keep."""
 
     batch_size: int
     context: int  # tokens of each request
+    sla: Sla = Sla()  # of which the time to the first token is not predicted
 
 
 def measure_score(
@@ -67,24 +80,27 @@ def measure_score(
     decoder = SpeculativeDecoder(target, drafter)
     requests = decoder.decode(prompts.token_ids, settings.resolve(drafter), batch_size=8).stats.requests
     total = reduce(add, requests)
-    best = best_draft_of(total, costs, load)
+    best = best_draft_of(requests, costs, load)
     chances = np.random.default_rng(0)
     speedups = []
     for _ in range(RESAMPLES):
-        drawn = reduce(add, (requests[i] for i in chances.integers(len(requests), size=len(requests))))
+        drawn = [requests[i] for i in chances.integers(len(requests), size=len(requests))]
         speedups.append(speedup_of(drawn, best, costs, load))
     low, high = np.quantile(speedups, [0.05, 0.95]).tolist()
-    rates = rates_of(total)
+    rates, drafted, by_prompt = rates_of(total), drafted_share(total), list(map(rates_of, requests))
+    asks = load.sla.tpot_ms is not None
     return Score(
         name,
         steps,
         rates,
-        drafted_share(total),
+        drafted,
         best,
         acceptance_length(rates, best),
-        speedup_of(total, best, costs, load),
+        speedup_of(requests, best, costs, load),
         low,
         high,
+        by_prompt if asks else [],
+        share_within_sla(by_prompt, drafted, best, costs, load) if asks else None,
     )
 
 
@@ -98,14 +114,18 @@ def drafted_share(stats: Stats) -> float:
     return stats.num_drafts / max(1, stats.num_rounds)
 
 
-def best_draft_of(stats: Stats, costs: Costs, load: ServingLoad) -> int:
-    """Return the draft length of the highest predicted speedup, 0 where none exceeds 1."""
-    return max(range(stats.draft_length + 1), key=lambda length: speedup_of(stats, length, costs, load))
+def best_draft_of(requests: Sequence[Stats], costs: Costs, load: ServingLoad) -> int:
+    """Return the draft length of the highest predicted speedup, 0 where none exceeds that of plain decoding."""
+    longest = requests[0].draft_length
+    return max(range(longest + 1), key=lambda length: speedup_of(requests, length, costs, load))
 
 
-def speedup_of(stats: Stats, draft_length: int, costs: Costs, load: ServingLoad) -> float:
-    """Return the predicted speedup of rounds of a draft length, 1 for none."""
-    return predicted(rates_of(stats), drafted_share(stats), draft_length, costs, load)
+def speedup_of(requests: Sequence[Stats], draft_length: int, costs: Costs, load: ServingLoad) -> float:
+    """Return the predicted speedup of rounds of a draft length, 1 for none; times the share within the SLA."""
+    total = reduce(add, requests)
+    drafted = drafted_share(total)
+    within = share_within_sla(map(rates_of, requests), drafted, draft_length, costs, load)
+    return within * predicted(rates_of(total), drafted, draft_length, costs, load)
 
 
 def predicted(rates: Rates, drafted: float, draft_length: int, costs: Costs, load: ServingLoad) -> float:
@@ -116,9 +136,37 @@ def predicted(rates: Rates, drafted: float, draft_length: int, costs: Costs, loa
     return costs.drafting_in(drafted).speedup(emitted, draft_length, load.batch_size, load.context)
 
 
+def share_within_sla(
+    rates_by_prompt: Iterable[Rates], drafted: float, draft_length: int, costs: Costs, load: ServingLoad
+) -> float:
+    """Return the share of requests whose time per token is predicted to keep the SLA; 1 where it asks for none.
+
+    It is the time of a round at this load over the tokens that a round brings this request. At draft length 0 all of
+    them take a plain step, and keep it or do not.
+    """
+    limit = load.sla.tpot_ms
+    if limit is None:
+        return 1.0
+    round_ms = costs.drafting_in(drafted).round(draft_length, load.batch_size, load.context)
+    kept = [round_ms <= limit * acceptance_length(rates, draft_length) for rates in rates_by_prompt]
+    return sum(kept) / len(kept)
+
+
+def plain_speedup(costs: Costs, load: ServingLoad) -> float:
+    """Return what plain decoding is predicted to have: 1, or 0 where it breaks the SLA."""
+    return share_within_sla([[]], 1.0, 0, costs, load)
+
+
 def potential(score: Score, growth: float, costs: Costs, load: ServingLoad) -> float:
     """Return the speedup at the best draft length if the log-odds of every acceptance rate grew by so much."""
-    rates = [
-        None if rate is None else float(expit(logit(np.clip(rate, NEVER, ALWAYS)) + growth)) for rate in score.rates
-    ]
-    return max(predicted(rates, score.drafted, length, costs, load) for length in range(len(rates) + 1))
+    rates, by_prompt = grown(score.rates, growth), [grown(rates, growth) for rates in score.rates_by_prompt]
+    return max(
+        share_within_sla(by_prompt, score.drafted, length, costs, load)
+        * predicted(rates, score.drafted, length, costs, load)
+        for length in range(len(rates) + 1)
+    )
+
+
+def grown(rates: Rates, growth: float) -> list[float | None]:
+    """Return acceptance rates whose log-odds grew by so much."""
+    return [None if rate is None else float(expit(logit(np.clip(rate, NEVER, ALWAYS)) + growth)) for rate in rates]

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.bad_rows import BadRows
+from draftsmith.data.progress import notice
+from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import read_split, tokenise
-from draftsmith.data.prompts.splits import prompt_hash, write_prompts
+from draftsmith.data.prompts.prompts import read_unique, tokenise
+from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts, write_prompts
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.bench.server_logs import read_log
 
 HELD_OUT_SHARE = 0.2  # of the prompts, half of which race and half of which tell the result
 FEWEST = 8  # prompts for each of the two
@@ -38,15 +41,18 @@ class TrafficSummary:
     mean_tokens: float  # of a prompt
     chats: float  # share of the prompts
     domains: dict[str, int]  # prompts by domain; "": without one
+    num_unfit: int = 0  # left out, such as those with images, or with the marks of a chat template in their text
 
     @property
     def text(self) -> str:
         domains = ", ".join(f"{name or 'no domain'} {number}" for name, number in self.domains.items())
         masked = f"; personal data masked in {self.num_masked}" if self.num_masked else ""
         long = f"; {self.num_too_long} too long and left out" if self.num_too_long else ""
+        unfit = f"; {self.num_unfit} unfit and left out" if self.num_unfit else ""
         return (
-            f"{self.num_prompts} prompts of {self.mean_tokens:.0f} tokens on the mean ({domains}){masked}{long}: "
-            f"{self.num_training} to train on, {self.num_racing} to race on, {self.num_test} to test the result on"
+            f"{self.num_prompts} prompts of {self.mean_tokens:.0f} tokens on the mean ({domains})"
+            f"{masked}{long}{unfit}: {self.num_training} to train on, {self.num_racing} to race on, {self.num_test} to "
+            "test the result on"
         )
 
 
@@ -72,15 +78,20 @@ class DividedPrompts:
 def divide(source: str, target: Target, longest: int, keeps_personal: bool, divided: DividedPrompts) -> TrafficSummary:
     """Write the prompts of a source in three parts that share none, by their beginnings alone, and describe them.
 
-    Prompts of more than `longest` tokens are left out. Raises `UserError` where too few are left.
+    Prompts that cannot be answered here, and those of more than `longest` tokens, are left out. Raises `UserError`
+    where too few are left.
     """
-    split = read_split(source, HELD_OUT_SHARE, False, BadRows(0.0))
+    unique = deduplicate(logged_prompts(source)) if is_log(source) else read_unique(source, False, BadRows(0.0))
+    split = split_prompts(unique, HELD_OUT_SHARE) if len(unique) >= 2 * FEWEST else Split(unique, [])
     masked = {id(prompt) for part in (split.train, split.held_out) for prompt in part if mask(prompt) != prompt}
-    kept, lengths, num_too_long = [], [], 0
+    kept, lengths, num_too_long, num_unfit = [], [], 0, 0
     for part in (split.train, split.held_out):
         fitting = []
         for prompt in part:
-            number = len(tokenise(prompt, target))
+            number = len(encode(prompt, target))
+            if number == 0:
+                num_unfit += 1
+                continue
             if number > longest:
                 num_too_long += 1
                 continue
@@ -91,8 +102,9 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
     held_out.sort(key=prompt_hash)
     racing, test = held_out[: 2 * MOST : 2], held_out[1 : 2 * MOST : 2]
     if min(len(racing), len(test)) < FEWEST:
+        unfit = f", beside {num_unfit} that cannot be answered here," if num_unfit else ""
         raise UserError(
-            f"--traffic {source}: {len(training) + len(held_out)} different prompts of at most {longest} tokens "
+            f"--traffic {source}: {len(training) + len(held_out)} different prompts of at most {longest} tokens{unfit} "
             f"are too few to hold {2 * FEWEST} out: give about {round(2 * FEWEST / HELD_OUT_SHARE)} or more"
         )
     for path, prompts in ((divided.training, training), (divided.racing, racing), (divided.test, test)):
@@ -108,7 +120,34 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
         mean_tokens=sum(lengths) / len(lengths),
         chats=sum(prompt.messages is not None for prompt in everything) / len(everything),
         domains=dict(Counter(prompt.domain for prompt in everything).most_common()),
+        num_unfit=num_unfit,
     )
+
+
+def is_log(source: str) -> bool:
+    """Return whether a source of traffic is the log of a server."""
+    return Path(source).suffix == ".log"
+
+
+def logged_prompts(source: str) -> list[Prompt]:
+    """Return the prompts in the log of a vLLM or SGLang. Raises `UserError` where it holds no requests."""
+    logged = [request.prompt for request in read_log(Path(source))]
+    prompts = [prompt for prompt in logged if isinstance(prompt, Prompt)]
+    if len(prompts) < len(logged):
+        notice(f"{source}: {len(logged) - len(prompts)} requests were logged as token ids alone, and are left out")
+    return prompts
+
+
+def encode(prompt: Prompt, target: Target) -> list[int]:
+    """Return the token ids of a prompt; none for one that cannot be answered here, which must not stop the others."""
+    try:
+        check_not_rendered(prompt, target)
+        ids = tokenise(prompt, target)
+        check_bos(ids, target, prompt.where)
+        check_token_ids(ids, target, prompt.where)
+    except UserError:
+        return []
+    return [] if prompt.image_urls else ids
 
 
 def mask(prompt: Prompt) -> Prompt:

@@ -47,13 +47,18 @@ def _drafter(name: str) -> None:
             read_json_object(drafter_config_file(part))
 
 
-def _prompts(source: str) -> None:
+def _growing_prompts(source: str) -> None:
     name, colon, _ = source.partition(":")
     path = Path(name)
     if not path.exists() and (path.suffix or not colon):
         raise UserError(f"no prompts file {name}: give a file, a folder, or a Hub data set as NAME:COLUMN")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"{name} is a pipe or a device, which is read only once: write it into a file, and give that")
+
+
+def _prompts(source: str) -> None:
+    _growing_prompts(source)
+    name, _, _ = source.partition(":")
     from draftsmith.data.prompts.mixtures import load_mixture
     from draftsmith.data.prompts.sources import check_beginning
 
@@ -102,6 +107,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "init_from": _drafter,
     "prompts": _prompts,
     "traffic": _prompts,
+    "growing_traffic": _growing_prompts,  # whose last row may be half written
     "fit_prompts": _prompts,
     "samples": _samples,
     "schedule": _schedule,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import BatchSize, Count, FilePath, Name, Number, Share, Temperature, TwoOrMore
+from draftsmith.models.ranges import BatchSize, Count, FilePath, Name, Number, Positive, Share, Temperature, TwoOrMore
 from draftsmith.recipes.configs.command_settings import (
     DECODING,
     INPUT,
@@ -19,6 +19,7 @@ from draftsmith.recipes.configs.command_settings import (
     check_address,
     option,
 )
+from draftsmith.recipes.configs.named_files import check_names
 
 Hours = Annotated[Number, Field(ge=0.001)]
 Days = Annotated[Number, Field(gt=0)]
@@ -76,6 +77,8 @@ class AutoSettings(OfKinds):
     batch_size: BatchSize = option(DECODING, "requests at a time", 1, "N")
     max_new_tokens: TwoOrMore = option(DECODING, "longest answer, in tokens", 128, "N")
     budget: Hours = option(MEASURING, "hours for everything", 1.0, "HOURS")
+    sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
+    sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
     dry_run: bool = option(MEASURING, "say what the time allows, and train nothing", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
 
@@ -116,4 +119,4 @@ class RefreshSettings(OnDevice):
             raise UserError("--follow looks for new traffic: give --traffic, too")
         if self.server:
             check_address(self.server, "--server")
-        super().refuse_mistakes()
+        check_names({**vars(self), "traffic": None, "growing_traffic": self.traffic})

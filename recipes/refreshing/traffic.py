@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,16 +10,13 @@ from torch.nn import functional as F
 
 from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
-from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import read_prompts, tokenise
+from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts
 from draftsmith.inference.measuring.measure import pick_prompts
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.errors import UserError
-from draftsmith.recipes.auto.traffic import FEWEST, HELD_OUT_SHARE, mask
-from draftsmith.recipes.bench.server_logs import read_log
+from draftsmith.recipes.auto.traffic import FEWEST, HELD_OUT_SHARE, encode, is_log, logged_prompts, mask
 
 # Bits a byte. Random printable characters take 6.6 or more whatever the target is, and text that it hardly knows 5.5.
 NOISE_BITS = 6.0
@@ -89,16 +85,12 @@ def read_new(source: str, taken: Taken | None) -> tuple[list[Prompt], Taken | No
 
 def read_traffic(source: str) -> list[Prompt]:
     """Return the prompts of any source, or of the log of a vLLM or SGLang. Raises `UserError` where it holds none."""
-    if Path(source).suffix != ".log":
-        bad = BadRows(ANY_SHARE)
-        prompts = read_prompts(source, bad)
-        if bad.rows:
-            notice(f"{source}: {len(bad.rows)} rows give no prompt and are left out, the first: {bad.rows[0].reason}")
-        return prompts
-    logged = [request.prompt for request in read_log(Path(source))]
-    prompts = [prompt for prompt in logged if isinstance(prompt, Prompt)]
-    if len(prompts) < len(logged):
-        notice(f"{source}: {len(logged) - len(prompts)} requests were logged as token ids alone, and are left out")
+    if is_log(source):
+        return logged_prompts(source)
+    bad = BadRows(ANY_SHARE)
+    prompts = read_prompts(source, bad)
+    if bad.rows:
+        notice(f"{source}: {len(bad.rows)} rows give no prompt and are left out, the first: {bad.rows[0].reason}")
     return prompts
 
 
@@ -132,18 +124,6 @@ def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: b
         num_held_out=len(split.held_out),
         domains=dict(Counter(prompt.domain for prompt in kept).most_common()),
     )
-
-
-def encode(prompt: Prompt, target: Target) -> list[int]:
-    """Return the token ids of a prompt; none for one that cannot be answered here, which must not stop the others."""
-    try:
-        check_not_rendered(prompt, target)
-        ids = tokenise(prompt, target)
-        check_bos(ids, target, prompt.where)
-        check_token_ids(ids, target, prompt.where)
-    except UserError:
-        return []
-    return [] if prompt.image_urls else ids
 
 
 @torch.no_grad()

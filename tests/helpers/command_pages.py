@@ -28,7 +28,8 @@ NOON = 1.79e9
 
 def write_command_pages(folder: Path) -> None:
     """Write auto.html, refresh.html and watch.html."""
-    (folder / "auto.html").write_text(auto_page(search(), [measured("eagle3", 0.75), measured("suffix", 0.3)], None))
+    evaluations = [measured("eagle3", 0.75), measured("suffix", 0.3)]
+    (folder / "auto.html").write_text(auto_page(search(), evaluations, evaluations, []))
     (folder / "refresh.html").write_text(refresh_page(RefreshState({}, rounds()), 2))
     fallen = Series("http://server-1.example.org:8000", readings(0.6, 0.45), 2.18, ["retrain: acceptance has fallen"])
     steady = Series("http://server-2.example.org:8000", readings(0.62, 0.62), 2.18, [])

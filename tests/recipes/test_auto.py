@@ -6,18 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reports import typed_result
 from rich.console import Console
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
 from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
-from draftsmith.recipes.auto.score import Score, ServingLoad, best_draft_of, potential, rates_of, speedup_of
+from draftsmith.recipes.auto.score import (
+    Score,
+    ServingLoad,
+    best_draft_of,
+    plain_speedup,
+    potential,
+    rates_of,
+    speedup_of,
+)
+from draftsmith.recipes.auto.service_level import fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
 from draftsmith.recipes.configs.training_settings import AutoSettings
@@ -97,10 +109,36 @@ def test_the_best_draft_is_the_one_that_theory_says() -> None:
     stats = stats_of(4, 0, 4, 0)
     assert rates_of(stats) == [0.5, 1.0, 1.0, 1.0]
     free, dear = costs_of(0.0), costs_of(20.0)
-    assert best_draft_of(stats, free, LOAD) == 4
-    assert speedup_of(stats, 4, free, LOAD) == pytest.approx(3.0)
-    assert best_draft_of(stats, dear, LOAD) == 0
-    assert speedup_of(stats, 0, dear, LOAD) == 1.0
+    assert best_draft_of([stats], free, LOAD) == 4
+    assert speedup_of([stats], 4, free, LOAD) == pytest.approx(3.0)
+    assert best_draft_of([stats], dear, LOAD) == 0
+    assert speedup_of([stats], 0, dear, LOAD) == 1.0
+
+
+def test_only_requests_within_the_sla_count() -> None:
+    """A round takes 10 ms and brings one request five tokens, the other one: 2 and 10 ms a token, plain decoding 10."""
+    requests, free = [stats_of(4, 4), stats_of(0, 0)], costs_of(0.0)
+    for limit, speedup, plain in ((1.9, 0.0, 0.0), (2.1, 1.5, 0.0), (9.9, 1.5, 0.0), (10.1, 3.0, 1.0)):
+        load = replace(LOAD, sla=Sla(tpot_ms=limit))
+        assert speedup_of(requests, 4, free, load) == pytest.approx(speedup), limit
+        assert plain_speedup(free, load) == speedup_of(requests, 0, free, load) == plain
+
+
+def test_an_sla_asks_for_the_draft_that_keeps_it() -> None:
+    """Long drafts are faster, but only a short one lets any request keep 5.8 ms: one with 2 tokens in 11 ms."""
+    rare, often = stats_of(4, 0, 0), stats_of(1, 1, 1)
+    costs = costs_of(1.0)
+    assert best_draft_of([rare, rare, often], costs, LOAD) == 4
+    assert best_draft_of([rare, rare, often], costs, replace(LOAD, sla=Sla(tpot_ms=5.8))) == 1
+
+
+def test_a_forecast_counts_requests_that_come_to_keep_the_sla() -> None:
+    load, costs = replace(LOAD, sla=Sla(tpot_ms=4.0)), costs_of(0.0)
+    score = replace(score_of("eagle3", 0.5), rates_by_prompt=[[0.5] * 4, [0.75] * 4])
+    emitted = [1 + sum(rate**n for n in range(1, 5)) for rate in (0.5, 0.75)]  # 1.94 and 3.05 tokens a round
+    assert 10 / emitted[1] < 4.0 < 10 / emitted[0]
+    assert potential(score, 0.0, costs, load) == pytest.approx(emitted[0] / 2)
+    assert potential(score, 1.0, costs, load) == pytest.approx(potential(score, 1.0, costs, LOAD))
 
 
 def score_of(name: str, rate: float, speedup: float = 1.5, steps: int = 100) -> Score:
@@ -114,7 +152,7 @@ def test_what_can_still_be_reached_grows_with_the_steps() -> None:
     found = [potential(score_of("eagle3", 0.4), growth, costs, LOAD) for growth in (0.0, usual, most)]
     assert found == sorted(found)
     assert found[0] == pytest.approx(
-        speedup_of(stats_with(0.4), best_draft_of(stats_with(0.4), costs, LOAD), costs, LOAD), rel=0.02
+        speedup_of([stats_with(0.4)], best_draft_of([stats_with(0.4)], costs, LOAD), costs, LOAD), rel=0.02
     )
 
 
@@ -139,6 +177,50 @@ def test_the_race_ends_where_a_lookup_is_out_of_reach() -> None:
     )
     slow = [Contender(score_of("medusa", 0.3), 0.8, 0.9)]
     assert str(why_over(slow, [score_of("ngram", 0.5, speedup=0.9)])).startswith("plain decoding has at least 1.00×")
+
+
+def test_the_race_ends_where_the_sla_is_out_of_reach() -> None:
+    lookups = [replace(score_of("ngram", 0.3), speedup=0.0, low=0.0, high=0.0)]
+    hopeless = [Contender(score_of(name, 0.3), 0.0, 0.0) for name in ("eagle3", "medusa")]
+    assert why_over(hopeless, lookups, plain=0.0) == (
+        "no kind is forecast to keep the SLA for any request, however much it grew: training ends here"
+    )
+    assert why_over(hopeless, lookups, plain=1.0) is not None  # plain decoding keeps it
+    hopeful = [Contender(score_of("eagle3", 0.3), 0.4, 0.9), hopeless[1]]
+    assert why_over(hopeful, lookups, plain=0.0) is None
+    assert "medusa is dropped: no request is forecast to keep the SLA" in decided(1, hopeful, lookups).decision
+
+
+def measured(drafter: str, speedup: float, tpot_ms: float, num_prompts: int = 20) -> Evaluation:
+    """What was measured of a drafter: so many milliseconds a token at the 95th percentile, plain decoding 11."""
+    row = typed_result(0.75, 4.0)
+    times = Percentiles(tpot_ms / 2, tpot_ms, 2 * tpot_ms)
+    setting, speed = replace(row.setting, num_prompts=num_prompts), replace(row.speed, tpot_ms=times, speedup=speedup)
+    return Evaluation(
+        target="t",
+        drafter=drafter,
+        drafter_kind=drafter,
+        environment=Environment({}, "cpu", 1, "float32", None, None, ""),
+        results=[replace(row, setting=setting, speed=speed)],
+    )
+
+
+def test_what_breaks_the_sla_is_not_chosen() -> None:
+    """The fastest may break it where its slowest requests take long. Of nineteen requests nothing is judged."""
+    evaluations = [measured("suffix", 2.0, 6.0), measured("medusa", 1.5, 4.0)]
+    sla = Sla(ttft_ms=20.0, tpot_ms=5.0)
+    assert [evaluation.drafter for evaluation in fastest_first(within_sla(evaluations, Sla()))] == ["suffix", "medusa"]
+    assert [evaluation.drafter for evaluation in within_sla(evaluations, sla)] == ["medusa"]
+    assert within_sla(evaluations, Sla(ttft_ms=5.0)) == []
+    assert sla_lines(evaluations, Sla()) == []
+    assert sla_lines(evaluations, sla) == [
+        "suffix at draft length 4 breaks the SLA: 11 ms to the first token, of 20, 6 ms a token, of 5",
+        "medusa at draft length 4 keeps the SLA: 11 ms to the first token, of 20, 4 ms a token, of 5",
+        "plain decoding breaks the SLA: 11 ms a token, of 5",
+    ]
+    few = [measured("suffix", 2.0, 6.0, num_prompts=19)]
+    assert within_sla(few, sla) == few
+    assert "too few requests to judge the SLA (19, 20 needed)" in sla_lines(few, sla)[0]
 
 
 def test_a_decision_says_who_goes_on_and_why() -> None:
@@ -192,7 +274,7 @@ def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch:
         return path
 
     monkeypatch.setattr(auto, "train", stopped)
-    monkeypatch.setattr(auto, "why_over", lambda contenders, lookups: None)
+    monkeypatch.setattr(auto, "why_over", lambda *_: None)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(settings)
@@ -211,6 +293,23 @@ def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch:
     assert len(trained) == before
     with pytest.raises(UserError, match="holds a search with .*--budget 0.001.*: give that to go on"):
         run(replace(settings, budget=1.0))
+
+
+def test_an_sla_that_nothing_keeps_ends_the_race(settings: AutoSettings, tmp_path: Path) -> None:
+    """A microsecond a token: nothing is trained beyond the first rung, and nothing is exported."""
+    settings = replace(settings, sla_tpot_ms=0.001, traffic=str(write_traffic(tmp_path, 240)))
+    text = run(settings)
+    state = read_sealed(AutoState, settings.out / "auto.json", "")
+    assert [score.within_sla for score in state.lookups] == [0.0, 0.0]
+    assert state.over == (
+        "no kind is forecast to keep the SLA for any request, however much it grew: training ends here"
+    )
+    assert "no drafter keeps the SLA on this traffic at this load" in text
+    assert "plain decoding breaks the SLA" in text
+    assert "No drafter keeps the SLA" in (settings.out / "auto.html").read_text()
+    assert not (settings.out / "export").exists()
+    with pytest.raises(UserError, match="--sla-tpot-ms 0.001.*: give that to go on"):
+        run(replace(settings, sla_tpot_ms=None))
 
 
 def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:

@@ -508,7 +508,7 @@ generate x --target {target} --drafter ngram --schedule {cut} | 2 | cut.json hol
 quickstart --target no/target | 2 | no target at 'no/target'
 auto --target {target} --traffic {malformed} --out o | 2 | malformed.jsonl line 2
 tune-server nowhere --target {target} --drafter ngram --prompts {good} --out o | 2 | no bin/python there
-refresh --target {target} --traffic {malformed} --out o | 2 | malformed.jsonl line 2
+refresh --target {target} --traffic nowhere.jsonl --out o | 2 | no prompts file nowhere.jsonl
 watch localhost | 2 | is no URL
 report nowhere | 2 | no folder nowhere
 """
