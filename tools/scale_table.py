@@ -11,14 +11,15 @@ from recipe_table import needs, public_weights
 from draftsmith.data.features.stored import token_bytes
 from draftsmith.inference.planning.gpu_roofline import Machine
 from draftsmith.inference.planning.gpus import GPUS
+from draftsmith.models.target.loading import num_layers_of
 from draftsmith.models.target.shape import target_shape
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TOKENS_PER_SAMPLE, target_config
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.pages.tables import markdown
 from draftsmith.recipes.planning.training_plan import ways_table
-from draftsmith.train.hardware.estimates import H100, meta_drafter
+from draftsmith.train.hardware.estimates import H100, meta_drafter, share_in_pieces
 from draftsmith.train.hardware.layouts import drafter_share
-from draftsmith.train.hardware.ways import Training, stored, streamed, trained, training_plan
+from draftsmith.train.hardware.ways import GPUS_OF_MACHINE, Training, stored, streamed, trained, training_plan
 
 TARGETS = ("llama_3_1_8b", "qwen3_32b", "llama_3_3_70b", "qwen3_30b_a3b")
 COUNTS = (1, 8, 16)
@@ -31,9 +32,10 @@ def bytes_on_each(name: str, count: int, layout: str, placement: str) -> float:
     `layout` is the drafter's, as in train/hardware/layouts.py; the target is `replicated`, `sharded` or `stored`.
     """
     weights, taken = public_weights(name), needs(RECIPES[f"eagle3_{name}_{SIZE}"](), name)
+    num_layers = num_layers_of(PUBLIC_TARGETS[name].config.get_text_config())
     layers = {
         "replicated": float(weights.weights_of_layers),
-        "sharded": weights.weights_of_layers / count,
+        "sharded": weights.weights_of_layers * share_in_pieces(min(count, GPUS_OF_MACHINE), num_layers),
         "stored": 0.0,
     }[placement]
     target = 2 * (layers + weights.head_weights + weights.other_weights)

@@ -117,14 +117,20 @@ class RunConfig:
     log_every: Count = 10  # steps
     seed: Seed = 0
     device: Name | None = None  # None: the GPU if there is one
-    # The target's layers: whole on each device, in pieces on all, or in turn on the GPUs of one process.
-    target_placement: Literal["replicated", "sharded", "device_map"] = "replicated"
+    # The target's layers: whole on each device, in pieces on those of each machine or of all machines, or in turn on
+    # the GPUs of one process.
+    target_placement: Literal["replicated", "sharded", "sharded_over_machines", "device_map"] = "replicated"
     wandb_project: Name | None = None  # None: no wandb
     keep_checkpoints: Count | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: Seconds = 1800.0  # that a process waits for the others before it gives up
     stuck_after: Seconds = 300.0  # at one place, after which a process says where it is
     compile: bool = False  # the loss, on a CPU: faster steps after some seconds of compiling
     profile: bool = False  # write a trace of a few steps into profile/
+
+    @property
+    def target_in_pieces(self) -> bool:
+        """Whether processes hold the target's layers together."""
+        return self.target_placement in ("sharded", "sharded_over_machines")
 
 
 @dataclass

@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,8 +16,6 @@ from typing import Annotated, Any, cast
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.batch import Batch
@@ -39,6 +36,7 @@ from draftsmith.models.target.loading import (
     num_layers_of,
     whole_of,
 )
+from draftsmith.models.target.pieces import load_by_first, processes_of_pieces, put_in_pieces, sent
 from draftsmith.models.target.support import carries_states, check_decodes_exactly, check_trained, read_decoded
 from draftsmith.models.target.target_files import (
     read_config,
@@ -167,25 +165,23 @@ class Target:
 
     @classmethod
     def sharded_from_pretrained(
-        cls, name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+        cls,
+        name: str | Path,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        over_machines: bool = False,
     ) -> "Target":
-        """Load a target whose layers lie in pieces on all processes, which only call `features`, together.
+        """Load a target whose layers lie in pieces on the processes of each machine, or by `over_machines` on all.
 
-        Each process loads the whole target into the CPU's memory, on a machine one after another. Defaults and errors
-        as those of `from_pretrained`.
+        All processes only call `features`, together. The first one alone reads the weights, into the CPU's memory.
+        Defaults and errors as those of `from_pretrained`.
         """
         device = pick_device(device)
-        config = read_decoded(name)
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-            if turn == int(os.environ.get("LOCAL_RANK", "0")):
-                model, tokenizer = load_model(name, config, torch.device("cpu"), pick_dtype(dtype, device))
-                target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
-                target._fingerprint = target.fingerprint()
-                for layer in target.decoder_layers:
-                    fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # each is a root, which would stay whole
-                model.to(device)  # type: ignore[arg-type]  # all else: embedding, head, norm, buffers
-            torch.distributed.barrier()
+        model, tokenizer = load_by_first(name, device, pick_dtype(dtype, device))
+        target = cls(model, tokenizer, str(name), fuse_layers=False, decodes=False)
+        target._fingerprint = sent(None if model.device.type == "meta" else target.fingerprint(), device)
+        num_pieces = processes_of_pieces(torch.distributed.get_world_size(), over_machines)
+        put_in_pieces(model, target.decoder_layers, device, num_pieces)
         return target
 
     @classmethod

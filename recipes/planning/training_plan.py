@@ -168,8 +168,9 @@ def training_assumptions(plan: GpuPlan) -> list[str]:
         "operations; attention's scores, loading, evaluation and the writing of the samples' text are not counted.",
         f"Disk and network each carry {CARRIED / 1e9:g} GB/s, as 100 Gbit Ethernet and three NVMe SSDs do; a GPU gets "
         f"{link:.0f} GB/s from the others of its machine of eight, {LINK_SHARE:.0%} of its link.",
-        "Gradients are exchanged, and features read from the disk, while products go on; weights in pieces, a server's "
-        "features and what is written are waited for. The rates are those at which no GPU waits.",
+        "Gradients and weights in pieces are exchanged, and features read from the disk, while products go on; sums of "
+        "tensor parallelism, a server's features and what is written are waited for. The rates are those at which no "
+        "GPU waits.",
         f"Memory of a GPU may be filled to {plan.machine.assumptions.memory_share:.0%}; where a recipe's micro-batches "
         "do not fit, they are halved until they do; (no) marks a way that does not fit even so.",
         "A server shares the GPUs of the run, and each of its copies of the target takes as few of them as hold it.",

@@ -168,16 +168,34 @@ def traffic_of(way: TrainingWay) -> tuple[DataFlow, DataFlow, DataFlow]:
 
 
 def test_a_target_in_pieces_goes_over_the_link(training: Training) -> None:
-    """Each GPU gets seven eighths of the layers for every micro-batch, beside gradients; a slow link bounds the run."""
+    """Each GPU gets seven eighths of the layers for every micro-batch, beside gradients; a slow link bounds the run.
+
+    Both go while the GPUs compute.
+    """
     whole, pieces = (ways_of(training)[f"online, {where}"] for where in ("whole", "in pieces"))
     layers = 2 * training.target.weights_of_layers
     assert pieces.link.num_bytes - whole.link.num_bytes == pytest.approx(training.steps * layers * 7 / 8)
     assert pieces.memory_bytes < whole.memory_bytes
     assert pieces.bound_by == whole.bound_by == "products"
+    assert pieces.hours == whole.hours
     slow = replace(training, machine=Machine(replace(GPUS["H100"], link=1e9), 8))
     slowed = ways_of(slow)["online, in pieces"]
     assert slowed.bound_by == "link"
-    assert 3600 * (slowed.hours - pieces.hours) > pieces.link.num_bytes / 1e9 / 2
+    assert 3600 * slowed.hours == pytest.approx(slowed.link.num_bytes / (0.7 * 1e9))
+
+
+def test_each_machine_can_hold_the_target_in_pieces() -> None:
+    """Sixteen GPUs in two machines: less memory in sixteen pieces, and less over the network in twice eight."""
+    training = training_for("eagle3", 16, target="llama_3_3_70b")
+    twice, once = (ways_of(training)[f"online, {where}"] for where in ("in pieces", "in pieces over machines"))
+    layers = 2 * training.target.weights_of_layers
+    passes = training.steps * max(1, training.batch_size * training.tokens_per_sample / 16 / 8192)
+    assert twice.tokens_per_micro_batch == once.tokens_per_micro_batch == 8192
+    assert twice.memory_bytes - once.memory_bytes == pytest.approx(layers / 16)
+    assert once.link.num_bytes - twice.link.num_bytes == pytest.approx(passes * layers / 16)
+    assert twice.hours <= once.hours
+    assert "--num_machines 2" in once.command
+    assert once.command.endswith("run.target_placement=sharded_over_machines")
 
 
 def test_streamed_features_take_no_disk(training: Training) -> None:

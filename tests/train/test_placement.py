@@ -122,7 +122,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {  # launcher config -> how th
     "one_gpu": ("1 x cpu, one process", ()),
     "cpu": ("2 x cpu, DDP", ()),
     "ddp": ("2 x cpu, DDP", ("--num_processes", "2")),
-    "fsdp2": ("2 x cpu, FSDP2, target sharded", ("--num_processes", "2")),
+    "fsdp2": ("2 x cpu, FSDP2, target sharded over 2 processes", ("--num_processes", "2")),
     "zero2": ("2 x cpu, ZeRO-2", ("--num_processes", "2")),
     "zero3": ("2 x cpu, ZeRO-3, target sharded", ("--num_processes", "2")),
     "zero3_offload": ("2 x cpu, ZeRO-3", ("--num_processes", "2")),
@@ -215,12 +215,13 @@ def test_pieces_of_zero3_are_equally_long(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_machines_give_the_trajectory(python: str, base: dict[str, Any], one_process: Path, tmp_path: Path) -> None:
-    """Two launchers, with a process each; the second one's name for the run's folder is the same.
+    """Two launchers, with two processes each, which hold the target together on each machine.
 
     The second one's Python is not the warm one, and has a hash seed of its own.
     """
+    base = {**base, "run.target_placement": "sharded"}
     pythons = [python, sys.executable]
-    where = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
+    where = ["--num_processes", "4", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
     machines = [
         start(
             pythons[rank], "two_machines", run_words(base, tmp_path), *where, "--machine_rank", str(rank), script=False
@@ -229,7 +230,7 @@ def test_two_machines_give_the_trajectory(python: str, base: dict[str, Any], one
     ]
     outputs = [machine.communicate(timeout=400) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
-    assert " ".join(outputs[0][0].split()).startswith("2 x cpu, DDP")
+    assert " ".join(outputs[0][0].split()).startswith("4 x cpu, DDP, target sharded over 2 processes")
     assert_trajectory(tmp_path, one_process)
 
 
@@ -316,7 +317,12 @@ def test_layers_lie_where_there_is_room(
     [
         (1, 1, {}, "needs several GPUs, and this process has 1"),
         (2, 2, {}, "needs one process .*, not DDP: start with recipes/launch/one_gpu.yaml"),
-        (1, 2, {"evaluation.prompts": "prompts.jsonl"}, "leaves no process a target to evaluate with"),
+        (
+            1,
+            2,
+            {"evaluation.prompts": "prompts.jsonl"},
+            "leaves no process a target that decodes: let an engine measure",
+        ),
         (1, 2, {}, "puts layers on GPUs, and this run is on cpu"),
     ],
 )

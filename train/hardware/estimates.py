@@ -16,6 +16,7 @@ from draftsmith.inference.planning.gpus import GPUS, Gpu, gpu_of_device
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS, GPU_ROWS
 from draftsmith.models.target.loading import drop_layers, model_without_memory
+from draftsmith.models.target.pieces import LAYERS_AT_ONCE
 from draftsmith.models.target.shape import TargetWeights, target_weights
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
@@ -43,6 +44,11 @@ def meta_target(config: PretrainedConfig, name: str) -> Target:
     drop_layers(without_layers.get_text_config(), [])
     model = model_without_memory(without_layers, f"target {name!r}")
     return Target(model, None, name, full=FullTarget(config, fingerprint=""))
+
+
+def share_in_pieces(num_pieces: int, num_layers: int) -> float:
+    """Return the part of the target's layers on a device that shares them: its pieces, and what is whole at once."""
+    return 1 / num_pieces + LAYERS_AT_ONCE / num_layers
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Placement of the target's layers on devices, as run.target_placement says, and a check that everything fits.
 
-The layers are whole on each device ("replicated"), in pieces on all ("sharded"), or in turn on the GPUs of one process
-("device_map"). Sizes are in bytes, from shapes alone, before anything is loaded.
+The layers are whole on each device ("replicated"), in pieces on those of each machine ("sharded") or of all machines
+("sharded_over_machines"), or in turn on the GPUs of one process ("device_map"). Sizes are in bytes, from shapes alone,
+before anything is loaded.
 """
 
 from collections import Counter
@@ -15,9 +16,10 @@ from draftsmith.data.progress import size_text
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.devices import default_dtype
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.pieces import processes_of_pieces
 from draftsmith.models.target.shape import target_weights, weights_of
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import RunEstimate, estimate
+from draftsmith.train.hardware.estimates import RunEstimate, estimate, share_in_pieces
 from draftsmith.train.hardware.layouts import drafter_share, layout_of
 
 
@@ -28,13 +30,14 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
         return
     devices = target_devices(config, accelerator.device)
     reasons = {
-        "needs several processes": placement == "sharded" and accelerator.num_processes == 1,
+        "needs several processes": config.run.target_in_pieces and accelerator.num_processes == 1,
         f"needs one process that holds the drafter whole, not {layout}: start with recipes/launch/one_gpu.yaml": (
             placement == "device_map" and layout != "one process"
         ),
         f"needs several GPUs, and this process has {len(devices)}": placement == "device_map" and len(devices) < 2,
         "has no effect beside data.features_endpoint": bool(config.data.servers),
-        "leaves no process a target to evaluate with: leave out evaluation.prompts, and run draftsmith evaluate": (
+        "leaves no process a target that decodes: let an engine measure by evaluation.engine=URL, or leave out "
+        "evaluation.prompts (data.held_out_prompts gives a loss and a simulated acceptance length)": (
             config.evaluation.prompts is not None and config.evaluation.engine is None
         ),
         f"puts layers on GPUs, and this run is on {accelerator.device.type}: leave out run.device": any(
@@ -73,7 +76,15 @@ def shares_of_layers(config: TrainConfig, accelerator: Accelerator, target: Targ
     if config.run.target_placement == "device_map":
         counts = Counter(devices_of_layers(config, accelerator.device))
         return [counts[device] / target.num_layers for device in target_devices(config, accelerator.device)]
-    return [1 / accelerator.num_processes if config.run.target_placement == "sharded" else 1.0]
+    if config.run.target_in_pieces:
+        return [share_in_pieces(pieces_of(config, accelerator), target.num_layers)]
+    return [1.0]
+
+
+def pieces_of(config: TrainConfig, accelerator: Accelerator) -> int:
+    """Return the number of processes that hold the target's layers together."""
+    over_machines = config.run.target_placement == "sharded_over_machines"
+    return processes_of_pieces(accelerator.num_processes, over_machines) if config.run.target_in_pieces else 1
 
 
 def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> RunEstimate:
@@ -124,7 +135,10 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
     layout, num_ranks, target_placement = layout_of(accelerator), accelerator.num_processes, config.run.target_placement
     needed, shares = memory_needed(config, accelerator.device, target), shares_of_layers(config, accelerator, target)
     layer_bytes = needed.layer_bytes if config.data.features == "online" else 0.0
+    num_pieces = pieces_of(config, accelerator)
     of_devices = f" over {len(shares)} GPUs" if target_placement == "device_map" else ""
+    if num_pieces > 1:
+        of_devices = f" over {num_pieces} processes"
     placement = Placement(
         f"{num_ranks} x {accelerator.device.type}, {layout}, target {target_placement}{of_devices}",
         needed.ends_bytes + layer_bytes * shares[0],
@@ -140,6 +154,7 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
             "run.target_placement=device_map": (
                 replicated and layout == "one process" and torch.cuda.device_count() > 1
             ),
+            "run.target_placement=sharded_over_machines": 1 < num_pieces < num_ranks,
             "data.features=stored": config.data.features == "online",
             "start with recipes/launch/fsdp2.yaml": layout == "DDP",
         }

@@ -1,9 +1,9 @@
 """The ways of making the target's features for a training run: hours, memory, disk and network, from shapes alone.
 
 Features are made in the run, beside the drafter (`online`), or once before it and kept on disk (`stored`), or by GPUs
-that serve the target while the others train (`streamed`). The target's layers lie whole on each GPU, in pieces on all,
-in turn on one after the other, or in a vLLM. All products take the time that `estimate` gives them; this file adds what
-moves between GPUs, over the network and to the disk.
+that serve the target while the others train (`streamed`). The target's layers lie whole on each GPU, in pieces on those
+of each machine or of all machines, in turn on one after the other, or in a vLLM. All products take the time that
+`estimate` gives them; this file adds what moves between GPUs, over the network and to the disk.
 """
 
 import shlex
@@ -20,10 +20,10 @@ from draftsmith.inference.planning.plans import DataFlow, TrainingPlan, Training
 from draftsmith.models import Drafter
 from draftsmith.models.target.shape import TargetShape
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.hardware.estimates import UTILISATION, RunEstimate, estimate, num_trained
+from draftsmith.train.hardware.estimates import UTILISATION, RunEstimate, estimate, num_trained, share_in_pieces
 
 Features = Literal["online", "stored", "streamed"]
-Placement = Literal["whole", "in pieces", "in turn", "by a vLLM"]
+Placement = Literal["whole", "in pieces", "in pieces over machines", "in turn", "by a vLLM"]
 
 GPUS_OF_MACHINE = 8
 CARRIED = 12.5e9  # bytes a second over 100 Gbit Ethernet; about as much as three NVMe SSDs
@@ -40,15 +40,18 @@ class Phase:
 
     products: float
     exchanged: float = 0.0  # into each GPU, while products go on
-    gathered: float = 0.0  # into each GPU, and its products wait
+    gathered: float = 0.0  # of the target's layers into each GPU, while products go on
+    summed: float = 0.0  # of tensor parallelism into each GPU, and its products wait
     read: float = 0.0  # of features from the disk, by all GPUs, while products go on
     received: float = 0.0  # of features from servers, by all GPUs, while products go on
     written: float = 0.0  # of features to the disk, and products wait
     sent: float = 0.0  # of features by a server, and its products wait
 
-    def seconds(self, link: float) -> float:
-        waiting = self.gathered / link + (self.written + self.sent) / CARRIED
-        return max(self.products, self.exchanged / link, self.read / CARRIED, self.received / CARRIED) + waiting
+    def seconds(self, link: float, gathering: float | None = None) -> float:
+        """Return what it takes at so many bytes a second from GPU to GPU; `gathering` is that of layers, if another."""
+        beside = self.exchanged / link + self.gathered / (gathering or link)
+        waiting = self.summed / link + (self.written + self.sent) / CARRIED
+        return max(self.products, beside, self.read / CARRIED, self.received / CARRIED) + waiting
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,30 @@ class Training:
         return self.samples * self.tokens_per_sample
 
     @property
+    def link_of_machine(self) -> float:
+        """Bytes a second that a GPU gets from the others of its machine."""
+        return LINK_SHARE * self.machine.gpu.link
+
+    @property
     def link(self) -> float:
         """Bytes a second that a GPU gets from the others; those of several machines are joined by the network."""
-        within = LINK_SHARE * self.machine.gpu.link
+        within = self.link_of_machine
         return within if self.num_gpus <= GPUS_OF_MACHINE else min(within, CARRIED)
 
     @property
     def of_others(self) -> float:
-        """The part of anything in pieces that lies on other GPUs."""
+        """The part of the drafter's gradients that other GPUs sum."""
         return (self.num_gpus - 1) / self.num_gpus
+
+    def num_pieces(self, placement: Placement) -> int:
+        """Return the number of GPUs that hold the target's layers together."""
+        numbers = {"in pieces": min(self.num_gpus, GPUS_OF_MACHINE), "in pieces over machines": self.num_gpus}
+        return numbers.get(placement, 1)
+
+    def gathered(self, placement: Placement, passes: float) -> float:
+        """Return the bytes of layers that each GPU gets from the others in so many passes through them."""
+        number = self.num_pieces(placement)
+        return passes * self.needs("online").layer_bytes * (number - 1) / number
 
     @property
     def bytes_per_token(self) -> int:
@@ -147,6 +165,8 @@ def possible_ways(training: Training) -> Iterator[tuple[Features, Placement]]:
     placements: list[Placement] = ["whole"]
     if training.num_gpus > 1:
         placements.append("in pieces")
+    if training.num_gpus > GPUS_OF_MACHINE:
+        placements.append("in pieces over machines")
     if 1 < training.num_gpus <= GPUS_OF_MACHINE:
         placements.append("in turn")
     yield from (("online", placement) for placement in placements)
@@ -168,6 +188,7 @@ def fitted_way(training: Training, features: Features, placement: Placement, pri
 
 def training_way(training: Training, features: Features, placement: Placement, price: float | None) -> TrainingWay:
     link, num_gpus = training.link, training.num_gpus
+    gathering = training.link_of_machine if placement == "in pieces" else link
     if features == "streamed":
         phases = [streamed(*split_of(training))]
     elif features == "stored":
@@ -175,16 +196,16 @@ def training_way(training: Training, features: Features, placement: Placement, p
     else:
         phases = [trained(training, features, placement)]
     memory = memory_of(training, features, placement)
-    seconds = [phase.seconds(link) for phase in phases]
+    seconds = [phase.seconds(link, gathering) for phase in phases]
     hours = sum(seconds) / 3600
-    links = [phase.exchanged + phase.gathered for phase in phases]
+    links = [phase.exchanged + phase.gathered + phase.summed for phase in phases]
     disks = [phase.read + phase.written for phase in phases]
     servers = [phase.sent + phase.received for phase in phases]
     times: dict[Literal["products", "disk", "network", "link"], float] = {
         "products": sum(phase.products for phase in phases),
         "disk": sum(disks) / CARRIED,
         "network": sum(servers) / CARRIED,
-        "link": sum(links) / link,
+        "link": sum((phase.exchanged + phase.summed) / link + phase.gathered / gathering for phase in phases),
     }
     return TrainingWay(
         f"{features}, {placement}",
@@ -215,13 +236,12 @@ def trained(training: Training, features: Features, placement: Placement) -> Pha
     """Return the steps of the training."""
     needs = training.needs(features)
     working = 1 if placement == "in turn" else training.num_gpus
-    pieces = features == "online" and placement == "in pieces"
     tokens_of_gpu = training.batch_size * training.tokens_per_sample / training.num_gpus
     passes = training.steps * max(1.0, tokens_of_gpu / training.tokens_per_micro_batch)
     return Phase(
         3600 * needs.hours(training.machine.gpu, working),
         exchanged=training.steps * GRADIENT_BYTES * num_trained(training.drafter) * training.of_others * (working > 1),
-        gathered=passes * needs.layer_bytes * training.of_others if pieces else 0.0,
+        gathered=training.gathered(placement, passes) if features == "online" else 0.0,
         read=training.epochs * training.tokens * training.bytes_per_token if features == "stored" else 0.0,
     )
 
@@ -234,8 +254,7 @@ def stored(training: Training, placement: Placement) -> Phase:
     operations, own_peak = operations_of_layers(training), training.machine.gpu.bf16 * UTILISATION
     working = 1 if placement == "in turn" else training.num_gpus
     passes = training.tokens / training.num_gpus / training.tokens_per_micro_batch
-    layers = training.needs("online").layer_bytes
-    gathered = passes * layers * training.of_others if placement == "in pieces" else 0.0
+    gathered = training.gathered(placement, passes)
     return Phase(operations / (own_peak * working), gathered=gathered, written=written)
 
 
@@ -253,7 +272,7 @@ def served(training: Training, parallel: int) -> Phase:
     states = token_bytes(len(training.drafter.layer_ids) + 1, text.hidden_size, "bfloat16")
     return Phase(
         operations_of_layers(training) / peak,
-        gathered=tokens_of_gpu * sums * 2 * (parallel - 1) / parallel,
+        summed=tokens_of_gpu * sums * 2 * (parallel - 1) / parallel,
         sent=float(training.tokens * states),
     )
 
@@ -264,7 +283,7 @@ def served(training: Training, parallel: int) -> Phase:
 def streamed(trainers: Training, servers: Training) -> Phase:
     """Return the steps of a training on some GPUs, for which others serve the features of every epoch."""
     steps, epoch = trained(trainers, "streamed", "whole"), served(servers, gpus_of_server(servers))
-    serving = servers.epochs * (epoch.products + epoch.gathered / servers.link)
+    serving = servers.epochs * (epoch.products + epoch.summed / servers.link)
     return Phase(
         max(steps.products, serving),
         exchanged=steps.exchanged,
@@ -301,14 +320,16 @@ def memory_of(training: Training, features: Features, placement: Placement) -> f
         own = needs.ends_bytes + needs.drafter_bytes + needs.working_bytes
         return max(own, served_bytes(servers, gpus_of_server(servers)))
     needs, count = training.needs("online"), training.num_gpus
-    drafter, layer = needs.drafter_bytes, needs.layer_bytes / training.target.layers
-    if placement == "in pieces":  # the drafter, too, whose weights and gradients are whole for a pass, in bf16
+    drafter = needs.drafter_bytes
+    pieces = needs.layer_bytes * share_in_pieces(training.num_pieces(placement), training.target.layers)
+    if placement.startswith("in pieces"):  # the drafter, too, whose weights and gradients are whole for a pass, in bf16
         drafter = drafter / count + 2 * STATE_BYTES * num_trained(training.drafter)
     own = needs.ends_bytes + drafter
     beside = own + (needs.working_bytes if features == "online" else 0.0)
     with_layers = {
         "whole": beside + needs.layer_bytes,
-        "in pieces": beside + needs.layer_bytes / count + layer,
+        "in pieces": beside + pieces,
+        "in pieces over machines": beside + pieces,
         "in turn": max(beside, (beside + needs.layer_bytes) / count),
         "by a vLLM": beside + served_bytes(training, tensor_parallel(training)),
     }[placement]
@@ -342,8 +363,12 @@ def settings_of(training: Training, features: Features, placement: Placement, se
         settings.append(f"data.tokens_per_micro_batch={training.micro_batch}")
     if features != "online":
         settings.append(f"data.features={features}")
-    where = {"in pieces": "run.target_placement=sharded", "in turn": "run.target_placement=device_map"}
-    where["by a vLLM"] = f"data.features_endpoint={servers}"
+    where = {
+        "in pieces": "run.target_placement=sharded",
+        "in pieces over machines": "run.target_placement=sharded_over_machines",
+        "in turn": "run.target_placement=device_map",
+        "by a vLLM": f"data.features_endpoint={servers}",
+    }
     return [*settings, *([where[placement]] if placement in where else [])]
 
 
@@ -363,7 +388,7 @@ def command_of(training: Training, features: Features, placement: Placement) -> 
     count, machines = training.num_gpus, -(-training.num_gpus // GPUS_OF_MACHINE)
     launcher, options = "one_gpu", []
     if count > 1 and placement != "in turn":
-        launcher = "fsdp2" if placement == "in pieces" else "ddp" if machines == 1 else "two_machines"
+        launcher = "fsdp2" if placement.startswith("in pieces") else "ddp" if machines == 1 else "two_machines"
         options = ["--num_processes", str(count)]
         if machines > 1:
             options += ["--num_machines", str(machines), "--machine_rank", "0", "--main_process_ip", "ADDRESS"]

@@ -109,8 +109,9 @@ def load_whole(config: TrainConfig, device: torch.device) -> Target:
     match config.run.target_placement:
         case "replicated":
             target = Target.from_pretrained(config.target, device)
-        case "sharded":
-            target = Target.sharded_from_pretrained(config.target, device)
+        case "sharded" | "sharded_over_machines" as placement:
+            over_machines = placement == "sharded_over_machines"
+            target = Target.sharded_from_pretrained(config.target, device, over_machines=over_machines)
         case "device_map":
             target = Target.spread_from_pretrained(config.target, device, devices_of_layers(config, device))
     check_same_target(Path(config.data.samples), target)
@@ -210,7 +211,7 @@ def write_missing(
     if not config.data.servers:
         check_room_to_store(config, accelerator, target)
     stages.enter("storing features")
-    in_step = config.run.target_placement == "sharded"
+    in_step = config.run.target_in_pieces
     num_ahead = MICRO_BATCHES_AHEAD if config.data.servers else 0
     features = features_to_store(config, store, target)
     source = partial(in_stage, stages, features)

@@ -1,0 +1,81 @@
+"""One of several processes that hold a target in pieces: it writes what it saw of loading and of a pass.
+
+    RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... tests/helpers/in_pieces.py TARGET OUT
+
+OUT gets RANK.json, a list of what was seen with pieces on those of a machine, then of all machines, and
+RANK.safetensors with the features of the latter.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from draftsmith.models import Target
+from draftsmith.models.batch import Batch
+from draftsmith.models.errors import UserError
+from draftsmith.models.target import pieces
+
+TOKEN_IDS = torch.arange(3, 40)[None]
+
+
+def is_whole(layer: nn.Module) -> bool:
+    return not any(isinstance(weight, DTensor) for weight in layer.parameters())
+
+
+def seen_of(name: str, over_machines: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load a target and read a text with it. Return what was seen on the way, and the features."""
+    loads: list[str] = []
+    events: list[str] = []
+    load, gather = pieces.load_model, distributed.all_gather_into_tensor
+    pieces.load_model = lambda *arguments: loads.append(name) or load(*arguments)
+    try:
+        target = Target.sharded_from_pretrained(name, "cpu", torch.float32, over_machines)
+    finally:
+        pieces.load_model = load
+
+    def tell_gather(*arguments: Any, **named: Any) -> Any:
+        events.append("gather")
+        return gather(*arguments, **named)
+
+    def tell_layer(layer: nn.Module, _: object) -> None:
+        whole = [number for number, other in enumerate(target.decoder_layers) if is_whole(other)]
+        events.append(f"whole: {whole}")
+
+    for layer in target.decoder_layers:
+        layer.register_forward_pre_hook(tell_layer)
+    distributed.all_gather_into_tensor = tell_gather
+    try:
+        features = target.features(Batch(TOKEN_IDS, torch.ones_like(TOKEN_IDS, dtype=torch.bool)), (1, 2))
+    finally:
+        distributed.all_gather_into_tensor = gather
+    seen = {
+        "loads": len(loads),
+        "events": events,
+        "whole_after": [number for number, layer in enumerate(target.decoder_layers) if is_whole(layer)],
+        "own": sum(weight.to_local().numel() for layer in target.decoder_layers for weight in layer.parameters()),
+        "all": sum(weight.numel() for layer in target.decoder_layers for weight in layer.parameters()),
+        "fingerprints": [target.fingerprint(), target.head_fingerprint()],
+    }
+    return seen, {"last_hidden": features.last_hidden, "layers": features.layers}
+
+
+if __name__ == "__main__":
+    name, out = sys.argv[1:]
+    distributed.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    try:
+        seen, tensors = zip(*(seen_of(name, over_machines) for over_machines in (False, True)), strict=True)
+        for tensor, other in zip(tensors[0].values(), tensors[1].values(), strict=True):
+            assert torch.equal(tensor, other)
+        Path(out, f"{rank}.json").write_text(json.dumps(seen))
+        save_file(tensors[1], Path(out, f"{rank}.safetensors"))
+    except UserError as error:
+        Path(out, f"{rank}.json").write_text(json.dumps(str(error)))
+    distributed.destroy_process_group()
