@@ -1,11 +1,12 @@
 """How long a drafter waits for features that servers compute while it trains.
 
-    python benchmarks/streamed_features.py [--steps 48]
+    python benchmarks/streamed_features.py [--steps 24] [--factors 2 1 0.5]
 
 Two stand-ins for vLLM in processes of their own know the states of all samples, and give them at a rate that is set.
 The first run has servers without a limit, and shows what the drafter takes by itself. In the others both together
-deliver a multiple of that; in the last one a server is killed after half of the time. Each line has the share of its
-time that the drafter waits, and the loss of the last step, which is to be the same.
+deliver a multiple of that; in the last one, where they deliver four times as much, one of them is killed after half of
+the steps. Fewer steps than by default are fetched ahead, so that so short a run asks until its end. Each line has the
+share of its time that the drafter waits, and the loss of the last step, which is to be the same.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from data_plane import make
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftsmith.data.features import streamed
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.models import Target
@@ -35,10 +37,11 @@ from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.tracking import read_metrics
 
-SAMPLES, LENGTH, BATCH_SIZE = 512, 256, 16
+LENGTH, BATCH_SIZE = 256, 16
 NO_LIMIT = 1e12  # tokens a second
 READ_PER_TRAINED = 4 / 3  # tokens: the first quarter of a sample of data_plane.py is its prompt
-FACTORS = (4.0, 2.0, 1.5, 1.0, 0.5)
+LOGGED = STEPS_AHEAD = 4
+KILLED_FACTOR = 4.0
 
 
 @dataclass
@@ -131,8 +134,16 @@ class Waited:
     loss: float  # of the last step
 
 
-def run(config: TrainConfig, texts: dict[tuple[int, ...], Text], out: Path, rate: float, kill_after: float) -> Waited:
-    """Train with two stand-ins that deliver `rate` tokens a second together; one is killed after some seconds."""
+def kill_in_the_middle(process: multiprocessing.process.BaseProcess, run: Path, num_steps: int) -> None:
+    """Kill a server when a run has taken half of its steps."""
+    while process.is_alive():
+        if any(2 * line["step"] >= num_steps for line in read_metrics(run)):
+            process.kill()
+        time.sleep(0.1)
+
+
+def run(config: TrainConfig, texts: dict[tuple[int, ...], Text], out: Path, rate: float, kills: bool = False) -> Waited:
+    """Train with two stand-ins that deliver `rate` tokens a second together; one may be killed in the middle."""
     processes, urls = [], []
     for number in range(2):
         folder = out / f"states-{number}"
@@ -142,13 +153,14 @@ def run(config: TrainConfig, texts: dict[tuple[int, ...], Text], out: Path, rate
         process.start()
         processes.append(process)
         urls.append(f"http://127.0.0.1:{ours.recv()}")
-    killer = threading.Timer(kill_after, processes[0].kill)
-    killer.start()
+    if kills:
+        arguments = (processes[0], out / "run", config.run.steps)
+        threading.Thread(target=kill_in_the_middle, args=arguments, daemon=True).start()
     config.run.dir, config.data.features_endpoint = str(out / "run"), list[str](urls)
     try:
         lines = read_metrics(train(config))
+        assert processes[0].is_alive() != kills
     finally:
-        killer.cancel()
         for process in processes:
             process.kill()
     lines = lines[1:]  # the first steps wait for the first features
@@ -163,7 +175,7 @@ def make_config(samples: Path, steps: int) -> TrainConfig:
     config.data.batch_size, config.data.batch_unit, config.data.max_length = BATCH_SIZE, "samples", 511
     config.data.held_out_prompts = 0
     config.run.steps = config.run.checkpoint_every = steps
-    config.run.log_every, config.run.device = 4, "cpu"
+    config.run.log_every, config.run.device = LOGGED, "cpu"
     config.evaluation.prompts = None
     config.drafter.layer_ids = (2, 6, 9)  # type: ignore[attr-defined]
     return config
@@ -171,24 +183,24 @@ def make_config(samples: Path, steps: int) -> TrainConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=24, help="a multiple of 8")
+    parser.add_argument("--factors", type=float, nargs="*", default=[2.0, 1.0, 0.5])
     args = parser.parse_args()
     torch.set_num_threads(1)
+    streamed.MOST_STEPS_AHEAD = STEPS_AHEAD
     print(f"{platform.machine()}, one thread, torch {torch.__version__}, commit {git_commit()}", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         out = Path(name)
-        make(out / "samples", SAMPLES, LENGTH)
+        make(out / "samples", args.steps * BATCH_SIZE, LENGTH)
         config = make_config(out / "samples", args.steps)
         texts = compute_texts(out / "samples", config.drafter.layer_ids)  # type: ignore[attr-defined]
-        start = time.monotonic()
-        free = run(config, texts, out / "free", NO_LIMIT, 1e9)
-        seconds = time.monotonic() - start
+        free = run(config, texts, out / "free", NO_LIMIT)
         print(f"no limit: {free.drafter_rate:.0f} tokens a second, waits {free.share:.1%}, loss {free.loss:.6f}")
-        for factor in FACTORS:
-            found = run(config, texts, out / f"times-{factor:g}", factor * free.drafter_rate, 1e9)
+        for factor in args.factors:
+            found = run(config, texts, out / f"times-{factor:g}", factor * free.drafter_rate)
             print(f"servers of {factor:g} times that: waits {found.share:.1%}, loss {found.loss:.6f}", flush=True)
-        found = run(config, texts, out / "killed", 2 * FACTORS[0] * free.drafter_rate, seconds / 2)
-        print(f"one of them killed in the middle: waits {found.share:.1%}, loss {found.loss:.6f}")
+        found = run(config, texts, out / "killed", KILLED_FACTOR * free.drafter_rate, kills=True)
+        print(f"one of two killed in the middle: waits {found.share:.1%}, loss {found.loss:.6f}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ ends costs that much and no more.
 """
 
 import asyncio
+import base64
+import hashlib
 import json
 import os
 import random
@@ -92,7 +94,7 @@ class Server:
 
         Raises `UserError` where the server is silent or refuses.
         """
-        return self._once(lambda: self._send(path, body, self.timeout if body is not None else None))
+        return self._once(lambda: self._send_text(path, body, self.timeout if body is not None else None))
 
     def json(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the same where it is JSON. Raises `UserError`, as `text` does."""
@@ -125,6 +127,18 @@ class Server:
     def ask_once(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return what `read` makes of the answer to a POST. Raises `PassingError` where it may succeed another time."""
         return read(self._send_json(path, body, self.timeout))
+
+    def content(self, path: str, body: dict[str, Any]) -> bytes:
+        """Return the answer to a POST, of which the server tells the SHA-256.
+
+        Raises `PassingError` where it may succeed another time, as where it arrives otherwise than it was sent.
+        """
+        response, content = self._send(path, body, self.timeout)
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        told, found = response.headers.get("Repr-Digest"), f"sha-256=:{digest}:"  # RFC 9530
+        if told != found:
+            raise PassingError(f"{self.name}{path} arrives with Repr-Digest {found} and was sent with {told}")
+        return content
 
     def tell(self, reason: str) -> None:
         """Tell the user once why a request is sent again."""
@@ -177,28 +191,33 @@ class Server:
             raise UserError(f"{self.name}: no model server answers there ({first_line(error)}); {self.mend}") from None
 
     def _send_json(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
-        text = self._send(path, body, seconds)
+        text = self._send_text(path, body, seconds)
         try:
             return parse_json(text, "the answer")
         except UserError as error:
             raise PassingError(f"an answer that is no JSON: {self._shown(text) or error}") from None
 
-    def _send(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> str:
-        """Return the answer to a GET, or to a POST of `body`, that is whole within some seconds (`PAGE_TIMEOUT`).
+    def _send_text(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> str:
+        return self._send(path, body, seconds)[1].decode("utf-8", "replace")
 
-        Raises `PassingError` or `UserError` for no success.
+    def _send(
+        self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+    ) -> tuple[httpx.Response, bytes]:
+        """Return head and content of the answer to a GET, or to a POST of `body`.
+
+        It is whole within some seconds (`PAGE_TIMEOUT`). Raises `PassingError` or `UserError` for no success.
         """
         seconds = PAGE_TIMEOUT if seconds is None else seconds
         receiving = asyncio.wait_for(self._receive(path, body), seconds)
         try:
-            response, text = run_in_loop(receiving)
+            response, content = run_in_loop(receiving)
         except asyncio.TimeoutError:
             raise NoAnswer(f"no whole answer within {seconds:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             raise NoAnswer(f"{type(error).__name__}: {self._shown(first_line(error))}") from None
         if response.is_success:
-            return text
-        raise self._refusal(path, response, text)
+            return response, content
+        raise self._refusal(path, response, content.decode("utf-8", "replace"))
 
     def _refusal(self, path: str, response: httpx.Response, text: str) -> PassingError | UserError:
         """Return the failure that an answer is which is no success."""
@@ -209,15 +228,15 @@ class Server:
             return UserError(f"{self.name}{path} redirects to {location}, which is not followed: give the final URL")
         return UserError(f"{self.name}{path} refuses: HTTP {response.status_code}: {self._shown(text)}")
 
-    async def _receive(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, str]:
-        """Return the head and the text of what the server sends. Raises `UserError` where that is too large."""
+    async def _receive(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, bytes]:
+        """Return head and content of what the server sends. Raises `UserError` where that is too large."""
         content = None if body is None else json.dumps(body).encode()
         received = bytearray()
         async with self._client.stream("GET" if body is None else "POST", path, content=content) as response:
             async for part in response.aiter_raw():  # never unpacked, which no request allows: a kilobyte may be a bomb
                 received += part
                 self._check_size(path, len(received))
-            return response, received.decode("utf-8", "replace")
+            return response, bytes(received)
 
     def _check_size(self, path: str, num_bytes: int) -> None:
         if num_bytes > self.largest:

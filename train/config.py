@@ -52,17 +52,28 @@ class DataConfig:
     on_policy_rise: Share = 0.0  # share of all steps over which on_policy_share rises from 0
     # Computed by the target beside the drafter; stored once, and read; or streamed from servers that compute them.
     features: Literal["online", "stored", "streamed"] = "online"
-    features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"  # of stored features
+    features_dtype: Literal["float32", "bfloat16", "float8_e4m3fn"] = "bfloat16"  # of stored and kept features
     features_layers: list[Natural] | None = None  # target layers that are stored, for several drafters; None: its own
     features_dir: Name | None = None  # where they are stored; None: in the folder of the samples
     # URL of a vLLM that computes them, or several; None: the target does, in this process.
     features_endpoint: Name | list[Name] | None = None
+    # URL of the file service beside each of these servers, where this process does not see its folder.
+    features_files: Name | list[Name] | None = None
+    features_kept_gb: NonNegative = 0.0  # of streamed features, kept on the disk for later epochs
 
     @property
     def servers(self) -> list[str]:
         """The addresses of the servers that compute features."""
-        urls = self.features_endpoint
-        return urls if isinstance(urls, list) else [] if urls is None else [urls]
+        return _as_list(self.features_endpoint)
+
+    @property
+    def file_services(self) -> list[str]:
+        """The addresses of the services that give the servers' files; none where this process sees their folders."""
+        return _as_list(self.features_files)
+
+
+def _as_list(values: str | list[str] | None) -> list[str]:
+    return values if isinstance(values, list) else [] if values is None else [values]
 
 
 @dataclass
@@ -230,7 +241,12 @@ def _check_data(config: TrainConfig) -> None:
             f"data.tokens_per_micro_batch={data.tokens_per_micro_batch} holds no row of "
             f"data.max_length={data.max_length}: give data.tokens_per_micro_batch={data.max_length}, or lower both"
         )
-    for key in ("features_dtype", "features_layers", "features_dir"):
+    if data.features_kept_gb and data.features != "streamed":
+        raise UserError(
+            f"data.features_kept_gb={data.features_kept_gb:g} is of streamed features: give data.features=streamed, too"
+        )
+    of_stored = ["features_layers"] if data.features_kept_gb else ["features_dtype", "features_layers", "features_dir"]
+    for key in of_stored:
         value = getattr(data, key)
         if data.features != "stored" and value != getattr(DataConfig, key):
             raise UserError(f"data.{key}={value} is of stored features: give data.features=stored, too")
@@ -241,6 +257,11 @@ def _check_data(config: TrainConfig) -> None:
         )
     if data.features == "streamed" and not data.servers:
         raise UserError("data.features=streamed: give data.features_endpoint=URL of a server that computes them, too")
+    if data.file_services and len(data.file_services) != len(data.servers):
+        raise UserError(
+            f"data.features_files: {len(data.file_services)} for {len(data.servers)} servers: give one for each of "
+            "data.features_endpoint, in its order, or leave it out"
+        )
     if data.on_policy_share and data.features != "online":
         raise UserError(
             f"data.on_policy_share: the drafter's own text has no {data.features} features; give data.features=online"

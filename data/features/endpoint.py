@@ -1,6 +1,7 @@
 """Features from a running vLLM: the hidden states of the texts that it is sent (its method `extract_hidden_states`).
 
-The server writes them to a file for each text, in a folder that this process sees, too; what was read is removed.
+The server writes them to a file for each text, in a folder that this process sees, too, or that a service beside it
+gives away (file_service.py); what was read is removed.
 A layer id means there what it means here. The state after the last layer is the one before the final norm, which is
 applied here (vllm/model_executor/models/llama.py; layers come in ascending order).
 
@@ -9,14 +10,12 @@ Samples with images are sent with their images to another path (answers/with_ima
 Shapes: B rows, T tokens, V vocabulary, H hidden width, A number of layers asked for.
 """
 
-import fcntl
 import json
 import shlex
-import stat
-import time
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field, FiniteFloat, StrictInt
@@ -26,7 +25,9 @@ from torch import Tensor
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.with_images import OPTION, PATH, Name, One, request_with_images
 from draftsmith.data.console import shell_path
-from draftsmith.data.http import PassingError
+from draftsmith.data.features import file_service
+from draftsmith.data.features.stored import token_bytes
+from draftsmith.data.http import NoAnswer, PassingError, Server
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.folder import AGREEMENT, agreement, greedy_samples
 from draftsmith.data.samples.images import kept_image
@@ -39,8 +40,10 @@ from draftsmith.models.target.target_files import why_not_read
 from draftsmith.models.typed_json import from_json
 
 SETTING = "data.features_endpoint"
+FILES_SETTING = "data.features_files"
 CHECKED_TEXTS = 16
 LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 logits of 20 err by 0.06
+FRAME_BYTES = 1 << 20  # of a file of states beside them
 STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer mostly changes more
 LOW_BITS_ERROR = 0.5  # the same for engines that compute in few bits; what one of 4 gives errs by 0.1 to 0.2
 
@@ -134,7 +137,16 @@ class FeatureServer:
     states.
     """
 
-    def __init__(self, url: str, target: Target, layer_ids: tuple[int, ...], plan: BatchPlan, folder: Path) -> None:
+    def __init__(
+        self,
+        url: str,
+        target: Target,
+        layer_ids: tuple[int, ...],
+        plan: BatchPlan,
+        folder: Path,
+        files_url: str | None = None,
+    ) -> None:
+        """`folder` has the samples. `files_url` is where the files are given that the server writes."""
         self.target, self.layer_ids, self.plan, self.folder = target, layer_ids, plan, folder
         options = serve_options([*layer_ids, target.num_layers], "/dev/shm/hidden_states")
         if plan.samples.has_images.any():
@@ -152,6 +164,11 @@ class FeatureServer:
                 f"{longest}: serve with --max-model-len {longest + 1}, or give data.max_length="
                 f"{self.endpoint.context - 1}"
             )
+        self.files: Server | None = None
+        if files_url is not None:
+            mend = "see to the file service"
+            largest = FRAME_BYTES + 2 * longest * token_bytes(len(layer_ids) + 1, target.hidden_size, "float32")
+            self.files = Server(files_url, FILES_SETTING, mend, self.endpoint.server.timeout, largest)
 
     def read_sample(self, index: int) -> Tensor:
         """Return the states [T, A + 1, H] of a sample, as far as the plan reads it."""
@@ -215,14 +232,31 @@ class FeatureServer:
                 f"{self.name} writes token {token}, which {self.target.name} has not: serve this target, as "
                 f"`{self.command}`"
             )
-        wait_until_written(path, self.endpoint.server.timeout)
-        return TextStates(self._take_states(path, token_ids), num_before, token, logprob)
+        if self.files is not None:
+            states = self._fetch_states(self.files, path.name, token_ids)
+        else:
+            wait_until_written(path, self.endpoint.server.timeout)
+            states = self._read_states(path, token_ids)
+            file_service.remove(path)
+        return TextStates(states, num_before, token, logprob)
 
-    def _take_states(self, path: Path, token_ids: list[int]) -> Tensor:
-        """Return the states [T, A + 1, H] that a file holds, and remove it with its lock.
+    def _fetch_states(self, files: Server, name: str, token_ids: list[int]) -> Tensor:
+        """Return the states that a file of the server's holds, by its name; nothing but the service is asked for it."""
+        if not file_service.NAME.fullmatch(name):
+            raise UserError(f"{self.name} writes hidden states to {name!r}, which is no name of such a file")
+        try:
+            content = files.content(f"/{name}", {})
+        except NoAnswer as error:  # of the service, which says nothing of the server
+            raise PassingError(f"{files.name}: {first_line(error)}") from None
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            file.write(content)
+            file.flush()
+            return self._read_states(Path(file.name), token_ids)
 
-        A server may name any file: only one that holds this text is removed, and no larger one is read. Raises
-        `PassingError` or `UserError` for others.
+    def _read_states(self, path: Path, token_ids: list[int]) -> Tensor:
+        """Return the states [T, A + 1, H] of a text that a file holds.
+
+        A server may name any file: what holds another text is not read. Raises `PassingError` or `UserError` for it.
         """
         expected = [len(token_ids), len(self.layer_ids) + 1, self.target.hidden_size]
         states = None
@@ -244,8 +278,6 @@ class FeatureServer:
             )
         if not (states.is_floating_point() and states.isfinite().all()):
             raise UserError(f"{self.name} gives hidden states in {path} that are no finite numbers: see to the server")
-        for taken in (path, lock_of(path)):
-            taken.unlink(missing_ok=True)
         return states
 
     # --- what is checked before anything is kept
@@ -337,41 +369,17 @@ def serve_options(layer_ids: list[int], folder: str) -> list[str]:
     ]
 
 
-def lock_of(path: Path) -> Path:
-    """Return the file that the server locks while it writes another."""
-    return Path(f"{path}.lock")
-
-
 def wait_until_written(path: Path, seconds: float) -> None:
     """Return when the server has unlocked a file. Raises `UserError` where no such file is seen here."""
-    lock, end = lock_of(path), time.monotonic() + seconds
     try:
-        check_regular(lock)
-        with open(lock) as file:
-            while not is_free(file):
-                if time.monotonic() > end:
-                    raise PassingError(f"{path} is still being written after {seconds:g} s")
-                time.sleep(0.005)
-        check_regular(path)
+        file_service.wait_until_written(path, seconds)
+    except TimeoutError as error:
+        raise PassingError(str(error)) from None
     except FileNotFoundError as error:
         raise UserError(
             f"the server writes hidden states to {path}, but {error.filename} is not there: give it a "
-            "shared_storage_path that this process sees, too, and leave its use_synchronization_lock on"
+            "shared_storage_path that this process sees, too, and leave its use_synchronization_lock on; or give "
+            f"{FILES_SETTING}"
         ) from None
     except (OSError, ValueError) as error:  # `ValueError`: a path that holds a null byte
         raise UserError(f"the server writes hidden states to {path}: {first_line(error)}") from None
-
-
-def check_regular(path: Path) -> None:
-    """Refuse a path that a server names where it is a link, a folder or a pipe, which may lead anywhere."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(f"{path} is no regular file")
-
-
-def is_free(lock: IO[str]) -> bool:
-    """Return whether the server holds a lock no more."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

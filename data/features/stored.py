@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, N tokens of a sample or a shard, H hidden width, A num
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -73,16 +73,12 @@ class Contents:
 
 @dataclass(frozen=True)
 class Shard:
-    """The file that holds the samples `first`, `first` + 1, ... one after another."""
+    """A file that holds some samples one after another."""
 
-    number: int
-    first: int
+    file: str
+    says: dict[str, Any]  # in its header, of its place among the others
+    samples: Sequence[int]
     lengths: list[int]  # tokens of each; 0 for one that is not read
-
-    @property
-    def file(self) -> str:
-        """Name of the file."""
-        return f"shard-{self.number:05d}.safetensors"
 
     @property
     def num_tokens(self) -> int:
@@ -94,16 +90,26 @@ class StoredFeatures:
     """The features of a plan's samples in a folder, whether all there or to be written."""
 
     def __init__(
-        self, folder: Path, contents: Contents, plan: BatchPlan, layer_ids: tuple[int, ...] | None = None
+        self,
+        folder: Path,
+        contents: Contents,
+        plan: BatchPlan,
+        layer_ids: tuple[int, ...] | None = None,
+        shards: list[Shard] | None = None,
     ) -> None:
-        """`layer_ids` are those of the stored layers that are read; None: all of them."""
+        """`layer_ids` are those of the stored layers that are read; None: all of them.
+
+        `shards`: what the folder is to hold; None: all samples in order.
+        """
         self.folder, self.contents, self.plan = folder, contents, plan
         self.layer_ids = contents.layer_ids if layer_ids is None else layer_ids
         self.columns = [*map(contents.layer_ids.index, self.layer_ids), contents.num_states - 1]
-        read = set(plan.read)
-        lengths = [length if i in read else 0 for i, length in enumerate(plan.lengths)]
-        self.shards = list(_shards(lengths, contents.bytes_per_token))
-        self._open: dict[int, Any] = {}
+        if shards is None:
+            read = set(plan.read)
+            lengths = [length if i in read else 0 for i, length in enumerate(plan.lengths)]
+            shards = list(_shards(lengths, contents.bytes_per_token))
+        self.shards = shards
+        self._open: dict[str, Any] = {}
         self._ahead: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     def missing(self) -> list[Shard]:
@@ -111,13 +117,9 @@ class StoredFeatures:
         return [shard for shard in self.shards if not (self.folder / shard.file).is_file()]
 
     @cached_property
-    def places(self) -> list[tuple[Shard, slice]]:
+    def places(self) -> dict[int, tuple[Shard, slice]]:
         """The shard of each sample, and the tokens of the shard that are the sample's."""
-        return [
-            (shard, slice(start, start + length))
-            for shard in self.shards
-            for start, length in zip(itertools.accumulate(shard.lengths, initial=0), shard.lengths, strict=False)
-        ]
+        return {index: place for shard in self.shards for index, place in places_in(shard)}
 
     def read(self, rows: MicroBatch, batch: Batch, target: Target) -> Features:
         """Return the features of a micro-batch, on the device and in the dtype of the target; zeros in the padding."""
@@ -146,25 +148,33 @@ class StoredFeatures:
         for number, row in enumerate(rows):
             start = 0
             for index in row:
-                shard, place = self.places[index]
-                file, end = self._file(shard), start + place.stop - place.start
-                hidden[number, start:end] = file.get_slice("hidden")[place][:, self.columns]
+                encoded = self.encoded(index)
+                end = start + len(encoded["hidden"])
+                hidden[number, start:end] = encoded["hidden"][:, self.columns]
                 if scales is not None:
-                    scales[number, start:end] = file.get_slice("scales")[place][:, self.columns]
+                    scales[number, start:end] = encoded["scales"][:, self.columns]
                 start = end
         return hidden, scales
 
+    def encoded(self, index: int) -> dict[str, Tensor]:
+        """Return the stored tensors of a sample, mapped into memory: all of its layers, as `encode` made them.
+
+        Raises `UserError` where the shard has gone since it was checked.
+        """
+        shard, place = self.places[index]
+        file = self._file(shard)
+        return {name: file.get_slice(name)[place] for name in self.shapes(shard)}
+
     def _file(self, shard: Shard) -> Any:
-        """Return the shard, mapped into memory. Raises `UserError` where it has gone since it was checked."""
-        if shard.number not in self._open:
+        if shard.file not in self._open:
             path = self.folder / shard.file
             try:
-                self._open[shard.number] = open_tensors(path, mapped=True)  # which a slice else reads whole
+                self._open[shard.file] = open_tensors(path, mapped=True)  # which a slice else reads whole
             except UserError as error:
                 raise UserError(
                     f"{error}; put it back, or remove what is left of it: the same command stores it anew"
                 ) from None
-        return self._open[shard.number]
+        return self._open[shard.file]
 
     @cached_property
     def verified(self) -> dict[str, list[int]]:
@@ -221,7 +231,7 @@ class StoredFeatures:
 
     def header(self, shard: Shard) -> dict[str, Any]:
         """Return what a shard says of itself, beside its checksum."""
-        return {**asdict(self.contents), "layer_ids": list(self.contents.layer_ids), "shard": shard.number}
+        return {**asdict(self.contents), "layer_ids": list(self.contents.layer_ids), **shard.says}
 
 
 def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
@@ -230,8 +240,16 @@ def _shards(lengths: list[int], bytes_per_token: int) -> Iterator[Shard]:
     for i, length in enumerate(lengths):
         num_tokens += length
         if num_tokens * bytes_per_token >= SHARD_BYTES or (num_tokens and i + 1 == len(lengths)):
-            yield Shard(number, first, lengths[first : i + 1])
+            samples = range(first, i + 1)
+            yield Shard(f"shard-{number:05d}.safetensors", {"shard": number}, samples, lengths[first : i + 1])
             number, first, num_tokens = number + 1, i + 1, 0
+
+
+def places_in(shard: Shard) -> Iterator[tuple[int, tuple[Shard, slice]]]:
+    """Yield each sample of a shard, with the shard and the tokens of it that are the sample's."""
+    ends = itertools.accumulate(shard.lengths)
+    for index, end, length in zip(shard.samples, ends, shard.lengths, strict=True):
+        yield index, (shard, slice(end - length, end))
 
 
 def samples_hash(plan: BatchPlan) -> str:

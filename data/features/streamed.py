@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftsmith.data import http
 from draftsmith.data.features.endpoint import FeatureServer
+from draftsmith.data.features.kept import KeptFeatures
 from draftsmith.data.http import NoAnswer, PassingError, wait_after
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models import Target
@@ -51,9 +52,12 @@ class StreamedFeatures:
 
     A text that a server fails to give is asked of the next one, and that server rests for seconds that double. One that
     was away is checked again when it is back. Whose answer it is changes no state but for rounding.
+    With `kept`, set before the first text, what is kept of earlier epochs is not asked for.
 
     Raises `UserError` where a server is not one of this target, and where a text fails as often as a request may.
     """
+
+    kept: KeptFeatures | None = None
 
     def __init__(self, servers: Sequence[FeatureServer], target: Target) -> None:
         self.target = target
@@ -73,7 +77,8 @@ class StreamedFeatures:
             self._ahead[str(micro_batch)] = ahead
         states = states.to(self.target.device, self.target.dtype, non_blocking=True)
         layers = states[:, :, :-1].flatten(2) if states.shape[2] > 1 else None
-        return Features(self.target.final_norm(states[:, :, -1]), layers)
+        last = states[:, :, -1]
+        return Features(last if self.kept else self.target.final_norm(last), layers)
 
     def read_ahead(self, micro_batch: MicroBatch, batch: Batch, pin_memory: bool) -> None:
         """Fetch what will be asked for; any number of threads may do so at once."""
@@ -86,6 +91,8 @@ class StreamedFeatures:
             self._stopped = True
             self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.kept:
+            self.kept.stop()
 
     def _load(self, micro_batch: MicroBatch, batch: Batch) -> Tensor:
         """Return the states of a micro-batch, [B, T, A + 1, H], zeros in the padding."""
@@ -103,7 +110,11 @@ class StreamedFeatures:
         return states
 
     def _read(self, index: int) -> Tensor:
-        return self._asked(self._servers, lambda server: server.read_sample(index))
+        """Return the states of a sample, [T, A + 1, H]; the last one is normed where they may be kept."""
+        if self.kept and (kept := self.kept.read(index)) is not None:
+            return kept
+        states = self._asked(self._servers, lambda server: server.read_sample(index))
+        return self.kept.keep(index, states) if self.kept else states
 
     def _asked(self, servers: list[_Work], ask: Callable[[FeatureServer], T]) -> T:
         """Return what a server answers, the one with the fewest open requests of those that do not rest."""

@@ -101,7 +101,7 @@ def num_batches(store: StoredFeatures, shards: list[Shard]) -> int:
 
 def batches_of(store: StoredFeatures, shard: Shard) -> list[MicroBatch]:
     """Return the samples of a shard, one a row, in batches of similar length."""
-    rows = [[shard.first + i] for i, length in enumerate(shard.lengths) if length]
+    rows = [[index] for index, length in zip(shard.samples, shard.lengths, strict=True) if length]
     return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
 
 
@@ -150,7 +150,7 @@ def write_index(store: StoredFeatures) -> None:
     shards = [
         {
             "file": shard.file,
-            "first_sample": shard.first,
+            "first_sample": shard.samples[0],
             "lengths": shard.lengths,
             "checksum": read_header(store.folder / shard.file)["checksum"],
             "stamp": stamp(store.folder / shard.file),

@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from runs import make_config
-from states_server import LAYER_IDS, HiddenStatesServer
+from states_server import HiddenStatesServer
+from streamed_runs import config_of, losses, two_servers, write_settings
 
 from draftsmith.data import http
-from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features import streamed
 from draftsmith.data.features.streamed import steps_ahead
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.run_folder.tracking import read_metrics
-
-STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -37,42 +32,13 @@ def target(make_target_dir: Callable[..., Path]) -> Target:
 
 @pytest.fixture(scope="module")
 def settings(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run on samples of several lengths, a few tokens of each micro-batch."""
-    folder = tmp_path_factory.mktemp("data")
-    prompts = folder / "prompts.txt"
-    prompts.write_text("".join(f"strike {'the iron ' * (i % 4)}{i}\n" for i in range(12)))
-    prepare(target, str(prompts), folder / "samples", PrepareSettings(max_new_tokens=8))
-    return {
-        "target": target.name,
-        "run.device": "cpu",
-        "data.samples": folder / "samples",
-        "data.batch_size": 4,
-        "data.tokens_per_micro_batch": 64,
-        "data.max_length": 64,
-        "drafter.layer_ids": LAYER_IDS[:-1],
-    }
+    return write_settings(target, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def servers(target: Target, tmp_path: Path) -> Iterator[list[HiddenStatesServer]]:
-    folders = [tmp_path / f"states{number}" for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    servers = [HiddenStatesServer(Target.from_pretrained(target.name, "cpu", torch.float32), path) for path in folders]
-    yield servers
-    for server in servers:
-        server.close()
-
-
-def config_of(settings: dict[str, Any], folder: Path, *urls: str, steps: int = STEPS, **changes: Any) -> TrainConfig:
-    """The config of a run whose features come from these servers; without any, from the target beside the drafter."""
-    streamed = {"data.features": "streamed", "data.features_endpoint": list(urls)} if urls else {}
-    run = {"steps": steps, "log_every": 1, "checkpoint_every": 2}
-    return make_config("eagle3", {**settings, **streamed, **changes}, folder, run=run)
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(folder)]
+    with two_servers(target, tmp_path) as servers:
+        yield servers
 
 
 def urls(servers: list[HiddenStatesServer]) -> list[str]:
@@ -202,6 +168,7 @@ def test_the_steps_ahead_fill_the_memory_that_they_may_take() -> None:
     ("changes", "reason"),
     [
         ({"data.features": "streamed"}, "give data.features_endpoint=URL of a server"),
+        ({"data.features_kept_gb": 1.0}, "data.features_kept_gb=1 is of streamed features"),
         ({"data.features_endpoint": "http://localhost:1"}, "streamed or stored: give data.features=streamed or"),
         (
             {"data.features": "streamed", "data.features_endpoint": "http://a", "data.features_dtype": "float32"},

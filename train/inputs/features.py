@@ -9,10 +9,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from draftsmith.data.console import say
 from draftsmith.data.features.endpoint import FeatureServer
+from draftsmith.data.features.kept import KeptFeatures
 from draftsmith.data.features.stored import Contents, Shard, StoredFeatures, samples_hash, token_bytes
 from draftsmith.data.features.streamed import StreamedFeatures, steps_ahead
 from draftsmith.data.features.writer import check_disk, write_index, write_shards
+from draftsmith.data.progress import size_text
 from draftsmith.data.prompts.checks import check_capture
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.folder import check_same_target, read_prepared
@@ -24,6 +27,7 @@ from draftsmith.models.target.support import read_decoded
 from draftsmith.models.target.target import Features, check_layer_ids
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.placement import check_room_to_store, devices_of_layers
+from draftsmith.train.process.faults import failing_together
 from draftsmith.train.process.stages import Stages
 
 MICRO_BATCHES_AHEAD = 2  # that servers are asked for while another one is stored
@@ -137,7 +141,15 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
             f"data.features_layers={list(layer_ids)} lacks {sorted(missing)}, which the drafter reads: add them, or "
             "leave the setting out"
         )
-    contents = Contents(
+    contents = contents_of(config, layer_ids, target, plan)
+    store = StoredFeatures(folder_of(config, "features", contents), contents, plan, drafter.layer_ids)
+    check_disk(store)
+    return store
+
+
+def contents_of(config: TrainConfig, layer_ids: tuple[int, ...], target: Target, plan: BatchPlan) -> Contents:
+    """Return what features of a run have to be of."""
+    return Contents(
         target_fingerprint=target.fingerprint(),
         ends_fingerprint=target.head_fingerprint(),
         layer_ids=layer_ids,
@@ -145,11 +157,12 @@ def open_store(config: TrainConfig, drafter: Drafter, target: Target, plan: Batc
         dtype=config.data.features_dtype,
         samples_hash=samples_hash(plan),
     )
-    name = "-".join(["features", *map(str, contents.layer_ids), contents.dtype])
-    folder = Path(config.data.features_dir or Path(config.data.samples) / name)
-    store = StoredFeatures(folder, contents, plan, drafter.layer_ids)
-    check_disk(store)
-    return store
+
+
+def folder_of(config: TrainConfig, name: str, contents: Contents) -> Path:
+    """Return the folder of features on the disk: the one that is given, or one in that of the samples."""
+    name = "-".join([name, *map(str, contents.layer_ids), contents.dtype])
+    return Path(config.data.features_dir or Path(config.data.samples) / name)
 
 
 def feature_source(
@@ -168,19 +181,51 @@ def feature_source(
     target = drafter.target
     if config.data.features == "streamed":
         servers = streamed_features(config, drafter.layer_ids, plan, target)
+        if config.data.features_kept_gb:
+            servers.kept = open_kept(config, drafter.layer_ids, target, plan, accelerator)
         num_ahead = steps_ahead(bytes_per_step(drafter, plan) / accelerator.num_processes)
         return FeaturesOfServers(servers, target, drafter.layer_ids, num_ahead)
     if store is None:
         return RunFeatures(target, drafter.layer_ids)
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    if problems := gather_object(store.problems(rank, num_ranks)):
-        raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
+    check_shards(store, accelerator)
     missing = broadcast_object_list([store.missing()])[0]  # as seen before anything is written
     if missing:
         write_missing(config, store, missing, accelerator, target, stages)
-    if rank == 0 and not all(map(store.is_verified, store.shards)) and os.access(store.folder, os.W_OK):
-        write_index(store)
+    note_verified(store, accelerator)
     return FeaturesOfStore(store, target)
+
+
+def check_shards(store: StoredFeatures, accelerator: Accelerator) -> None:
+    """Raise `UserError`, on every rank, naming a shard that is damaged or holds something else."""
+    if problems := gather_object(store.problems(accelerator.process_index, accelerator.num_processes)):
+        raise UserError(problems[0] + (f" ({len(problems) - 1} more shards like it)" if len(problems) > 1 else ""))
+
+
+def note_verified(store: StoredFeatures, accelerator: Accelerator) -> None:
+    """Note in index.json that the shards are whole, so that later runs need not read all of them for that."""
+    unknown = accelerator.is_main_process and not all(map(store.is_verified, store.shards))
+    if unknown and os.access(store.folder, os.W_OK):
+        write_index(store)
+
+
+def open_kept(
+    config: TrainConfig, layer_ids: tuple[int, ...], target: Target, plan: BatchPlan, accelerator: Accelerator
+) -> KeptFeatures:
+    """Return what is kept of streamed features, checked as stored ones are."""
+    contents = contents_of(config, layer_ids, target, plan)
+    folder, most_bytes = folder_of(config, "kept", contents), config.data.features_kept_gb * 1e9
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    with failing_together():
+        kept = KeptFeatures(folder, contents, plan, target, most_bytes, rank, num_ranks)
+    try:
+        check_shards(kept.store, accelerator)
+    except UserError:
+        kept.stop()
+        raise
+    note_verified(kept.store, accelerator)
+    if rank == 0:
+        say(f"features in {folder}: {size_text(kept.found)} are kept, and up to {size_text(kept.room)} more will be")
+    return kept
 
 
 def streamed_features(
@@ -188,9 +233,12 @@ def streamed_features(
 ) -> StreamedFeatures:
     """Return what the servers at data.features_endpoint compute."""
     folder = Path(config.data.samples)
-    return StreamedFeatures(
-        [FeatureServer(url, target, layer_ids, plan, folder) for url in config.data.servers], target
-    )
+    files = config.data.file_services or [None] * len(config.data.servers)
+    servers = [
+        FeatureServer(url, target, layer_ids, plan, folder, files_url)
+        for url, files_url in zip(config.data.servers, files, strict=True)
+    ]
+    return StreamedFeatures(servers, target)
 
 
 def bytes_per_step(drafter: Drafter, plan: BatchPlan) -> float:

@@ -30,6 +30,7 @@ from draftsmith.train.run_folder.stored_run import StoredRun, read_config
 CHANGEABLE = {
     *(f"run.{field.name}" for field in fields(RunConfig) if field.name not in ("steps", "seed")),
     *("data.tokens_per_micro_batch", "data.features_layers", "data.features_dir", "data.features_endpoint"),
+    *("data.features_files", "data.features_kept_gb"),
     *(f"evaluation.{field.name}" for field in fields(EvaluationConfig)),
 }
 # Settings that name something whose content decides, however it is spelled, and its hash in environment.json.
