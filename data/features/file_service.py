@@ -105,13 +105,14 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Give a file, or say in a line why not."""
-        given = self.headers.get("Authorization", "")
+        length, given = self.headers.get("Content-Length", "0"), self.headers.get("Authorization", "")
+        if not (length.isdecimal() and int(length) <= LARGEST_BODY):
+            return self.say(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "send nothing")
+        self.rfile.read(int(length))  # or the connection ends before the answer is read
         if self.server.key and not hmac.compare_digest(given.encode(), f"Bearer {self.server.key}".encode()):
             return self.say(HTTPStatus.UNAUTHORIZED, f"set {API_KEY} to the key that this service has")
-        length = self.headers.get("Content-Length", "0")
-        if not (length.isdigit() and int(length) <= LARGEST_BODY and NAME.fullmatch(self.path[1:])):
+        if not NAME.fullmatch(self.path[1:]):
             return self.say(HTTPStatus.NOT_FOUND, "give /NAME of a file that vLLM wrote")
-        self.rfile.read(int(length))
         path = self.server.folder / self.path[1:]
         try:
             wait_until_written(path, WAIT)

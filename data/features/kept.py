@@ -61,7 +61,7 @@ class KeptFeatures:
                 f"data.features_kept_gb: {size_text(self.room)} of features would come to the {size_text(self.found)} "
                 f"in {folder}, which has {size_text(free)} free: give less, or data.features_dir on a larger disk"
             )
-        self._tokens_left, self._seen_at = room // of, 0
+        self._num_ranks, self._tokens_left, self._seen_at = of, room // of, 0
         self._held: dict[int, dict[str, Tensor]] = {}  # encoded states of samples that are not written yet
         self._tokens_held = 0
 
@@ -115,6 +115,7 @@ class KeptFeatures:
 
     def _forget(self, gone: Shard) -> None:
         self.store.shards.remove(gone)
+        self._tokens_left += gone.num_tokens // self._num_ranks  # each rank forgets it
         for index in gone.samples:
             self.store.places.pop(index, None)
 
@@ -143,7 +144,7 @@ def read_shard(path: Path, plan: BatchPlan) -> Shard:
 
 def joined(parts: list[Tensor]) -> Tensor:
     """Return tensors of any dtype one behind the other."""
-    whole, start = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:]), 0
+    whole, start = parts[0].new_empty([sum(map(len, parts)), *parts[0].shape[1:]]), 0
     for part in parts:
         whole[start : start + len(part)] = part
         start += len(part)

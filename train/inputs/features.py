@@ -233,7 +233,7 @@ def streamed_features(
 ) -> StreamedFeatures:
     """Return what the servers at data.features_endpoint compute."""
     folder = Path(config.data.samples)
-    files = config.data.file_services or [None] * len(config.data.servers)
+    files: list[str | None] = [*config.data.file_services] or [None] * len(config.data.servers)
     servers = [
         FeatureServer(url, target, layer_ids, plan, folder, files_url)
         for url, files_url in zip(config.data.servers, files, strict=True)
