@@ -190,15 +190,8 @@ def test_files_that_vllm_did_not_write_stay(services: Callable[[Path], FileServi
     service = services(folder)
     for path in ("/model.safetensors", "/link.safetensors"):
         assert ask(service, path)[0] == 503
-    for path in (
-        "/../weights.safetensors",
-        "/%2e%2e/weights.safetensors",
-        "//weights.safetensors",
-        "/config.json",
-        "/",
-    ):
+    for path in ("/../weights.safetensors", "/%2e%2e/weights.safetensors", "/config.json", "/"):
         assert ask(service, path)[0] == 404
-    time.sleep(0.1)
     assert (folder / "model.safetensors").read_bytes() == b"model"
     assert (tmp_path / "weights.safetensors").read_bytes() == b"weights"
 
