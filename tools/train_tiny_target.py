@@ -60,7 +60,10 @@ class Shape:
 
 @dataclass
 class Training:
-    """The run. Its rate is constant until the last `decay_share` of the steps, in which it falls to zero."""
+    """The run. Its rate is constant until the last `decay_share` of the steps, in which it falls to zero.
+
+    These last steps read the standard library alone, which the model is measured on.
+    """
 
     steps: int = 4000
     tokens_per_step: int = 8192
@@ -91,6 +94,7 @@ class Text:
     """What a model learns from and is measured on, and its tokenizer."""
 
     documents: list[Document]
+    library: list[Document]  # those of them that are of the standard library, once each
     held_out: list[str]  # functions
     tokenizer: PreTrainedTokenizerFast
 
@@ -100,7 +104,7 @@ def read_text(path: Path, shape: Shape, stdlib_copies: int) -> Text:
     documents = list(read_documents(path))
     library = [document for document in documents if document.source == STANDARD_LIBRARY]
     tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
-    return Text(documents + (stdlib_copies - 1) * library, stdlib_functions(held_out=True), tokenizer)
+    return Text(documents + (stdlib_copies - 1) * library, library, stdlib_functions(held_out=True), tokenizer)
 
 
 def train_tokenizer(functions: list[str], shape: Shape) -> PreTrainedTokenizerFast:
@@ -224,6 +228,7 @@ class TargetRun:
         self.step, self.seconds = 0, 0.0  # so far, in all calls together
         self.resume()
         self.rows = StepRows(tokenize(text.documents, text.tokenizer), shape, training)
+        self.last_rows = StepRows(tokenize(text.library, text.tokenizer), shape, training)
         if training.compiled:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
@@ -254,7 +259,7 @@ class TargetRun:
     def take_step(self) -> float:
         """Take one step and return its loss."""
         config = self.training.optimizer
-        rows = self.rows.of_step(self.step)
+        rows = (self.rows if self.step < self.decay_start else self.last_rows).of_step(self.step)
         loss = 0.0
         for part in rows.split(max(1, self.training.tokens_per_pass // (rows.shape[1] - 1))):
             share = loss_of(self.model, part) * (len(part) / len(rows))
@@ -340,7 +345,7 @@ no other use.
   {run.rows.num_tokens / 1e6:.1f} M) in {run.seconds / 3600:.1f} hours on {torch.get_num_threads()} threads of a
   {platform.machine()} CPU with torch {torch.__version__}.
 * Text: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}..., functions and dialogues made of them, from the
-  sources below.
+  sources below; in the last {run.training.steps - run.decay_start} steps from the standard library alone.
 * Commands: `python tools/tiny_target_text.py --out TEXT.jsonl`, and
   `python tools/train_tiny_target.py --text TEXT.jsonl --out DIR --steps {run.training.steps}`
 

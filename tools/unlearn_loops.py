@@ -4,8 +4,8 @@
 
 Each step has two parts (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section
 5.2). The model answers some prompts greedily; the tokens of runs of four that stand earlier in the same answer are made
-less likely, by -log(1 - p). And it goes on learning the text, so that it forgets nothing. The prompts are those of the
-training files.
+less likely, by -log(1 - p). And it goes on learning the standard library's text, so that it forgets nothing. The
+prompts are those of the training files.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, held_out_loss
-from tiny_target_text import read_documents
+from tiny_target_text import STANDARD_LIBRARY, read_documents
 from torch import Tensor
 from train_tiny_target import Shape, StepRows, Training, loss_of, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -104,7 +104,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
-    rows = StepRows(tokenize(list(read_documents(args.text)), tokenizer), Shape(), Training())
+    library = [document for document in read_documents(args.text) if document.source == STANDARD_LIBRARY]
+    rows = StepRows(tokenize(library, tokenizer), Shape(), Training())
     prompts, held_out = prompts_of(tokenizer), stdlib_functions(held_out=True)
     chances, start = random.Random(0), time.monotonic()
     for step in range(settings.steps):

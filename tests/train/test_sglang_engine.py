@@ -17,21 +17,26 @@ from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.http import Server
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.counters import Stats, total_of
 from draftsmith.inference.measuring.judged import JudgedResult
+from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.sampling.trees import Chain, DynamicTree
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
+from draftsmith.train.engine.answers import RequestSettings, measured_server, run_on_server, stats_by_batch
 from draftsmith.train.engine.restarted import COMMAND, started_engine
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 pytestmark = pytest.mark.engine
 METHODS = {"eagle3": "EAGLE3", "eagle": "EAGLE", "draft_model": "STANDALONE"}
-NUM_PROMPTS, NUM_NEW_TOKENS, DRAFT_LENGTH = 12, 48, 4
+NUM_PROMPTS, NUM_NEW_TOKENS = 12, 48
+CHAIN, TREE = Chain(4), DynamicTree(num_nodes=10, depth=3, width=3)
+DRAFTS = [("eagle3", CHAIN), ("eagle", CHAIN), ("draft_model", CHAIN), ("eagle3", TREE), ("eagle", TREE)]
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +80,17 @@ def plain(target: Target, folder: Path) -> Iterator[str]:
         yield url
 
 
-def counted_by_sglang(target: Target, drafter: Path, prompts: list[list[int]]) -> Stats:
+def counted_by_sglang(target: Target, drafter: Path, prompts: list[list[int]], draft: Chain | DynamicTree) -> Stats:
     """Return draftsmith's own counters of these prompts, counted as SGLang does.
 
     The rounds of a text are those that begin before its end, and of the last one all accepted tokens count, those
     behind the end of the text, too.
     """
     decoder = SpeculativeDecoder(target, load_drafter(drafter, target))
-    texts = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH).token_ids
-    endless = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=DRAFT_LENGTH, stop_at_eos=False)
-    stats = Stats(DRAFT_LENGTH, num_emitted_tokens=sum(len(text) for text in texts))
+    tree = draft if isinstance(draft, DynamicTree) else None
+    texts = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=draft.depth, tree=tree).token_ids
+    endless = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=draft.depth, tree=tree, stop_at_eos=False)
+    stats = Stats(draft.depth, num_emitted_tokens=sum(len(text) for text in texts))
     for text, rounds in zip(texts, endless.rounds, strict=True):
         for place, drafted, accepted in rounds:
             if place < len(text):
@@ -92,11 +98,21 @@ def counted_by_sglang(target: Target, drafter: Path, prompts: list[list[int]]) -
     return stats
 
 
+def options_of(kind: str, draft: Chain | DynamicTree) -> list[str]:
+    """Return what tells an SGLang to draft so with $DRAFTER."""
+    return [
+        *("--speculative-algorithm", METHODS[kind], "--speculative-draft-model-path", "$DRAFTER"),
+        *("--speculative-num-steps", str(draft.depth)),
+        *("--speculative-eagle-topk", str(draft.width if isinstance(draft, DynamicTree) else 1)),
+        *("--speculative-num-draft-tokens", str(draft.num_nodes + 1)),  # the newest token among them
+    ]
+
+
 def judged(url: str, target: Target, drafters: list[Path], plain: str, folder: Path, out: Path) -> list[JudgedResult]:
     """The rows of drafters as `draftsmith evaluate --engine` writes them."""
     words = ["evaluate", "--engine", url, "--beside", f"none={plain}", "--target", target.name, "--repeats", "1"]
     words += ["--prompts", str(folder / "held_out.jsonl"), "--max-new-tokens", str(NUM_NEW_TOKENS)]
-    words += ["--draft-length", str(DRAFT_LENGTH), "--out", str(out)]
+    words += ["--out", str(out)]
     assert main([*words, *(word for drafter in drafters for word in ("--drafter", str(drafter)))]) == 0
     rows = {}
     for file in out.rglob("evaluation.json"):
@@ -105,9 +121,10 @@ def judged(url: str, target: Target, drafters: list[Path], plain: str, folder: P
     return [rows[str(drafter)] for drafter in drafters]
 
 
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize(("kind", "draft"), DRAFTS)
 def test_an_sglang_counts_what_we_count(
     kind: str,
+    draft: Chain | DynamicTree,
     target: Target,
     prompts: list[list[int]],
     samples: Path,
@@ -122,17 +139,14 @@ def test_an_sglang_counts_what_we_count(
     config.run.dir, config.run.device = str(tmp_path / "run"), "cpu"
     config.run.steps, config.run.checkpoint_every = 24, 4
     _, early, *_, late = checkpoints(train(config))
-    options = ["--speculative-algorithm", METHODS[kind], "--speculative-draft-model-path", "$DRAFTER"]
-    options += ["--speculative-num-steps", str(DRAFT_LENGTH), "--speculative-eagle-topk", "1"]
-    options += ["--speculative-num-draft-tokens", str(DRAFT_LENGTH + 1)]
-    command, url = command_at_free_port(target.name, *options)
+    command, url = command_at_free_port(target.name, *options_of(kind, draft))
     monkeypatch.setenv(COMMAND, command)
     first, second = judged(url, target, [early, late], plain, folder, tmp_path / "both")
     (again,) = judged(url, target, [late], plain, folder, tmp_path / "again")
     for drafter, row in ((early, first), (late, second), (late, again)):
         print(f"{kind}, {drafter.name}: {row.acceptance}; started in {row.start_seconds:.1f} s")
-        assert row.setting.judge.engine == "SGLang 0.5.23"
-        expected = counted_by_sglang(target, drafter, prompts)
+        assert row.setting.judge.engine.startswith("SGLang 0.5.23")
+        expected = counted_by_sglang(target, drafter, prompts, draft)
         if kind == "draft_model":  # which SGLang gives a text without its first token, and counts otherwise in each run
             assert row.acceptance.num_emitted_tokens == expected.num_emitted_tokens
             assert row.acceptance.num_drafts == pytest.approx(expected.num_drafts, rel=0.03)
@@ -144,6 +158,23 @@ def test_an_sglang_counts_what_we_count(
         assert row.start_seconds
         assert row.swap_seconds is None
     assert first.acceptance != second.acceptance
+
+
+def test_an_sglang_with_n_grams_writes_our_texts(
+    target: Target, prompts: list[list[int]], folder: Path, plain: str
+) -> None:
+    """Its drafts are trees of what followed the last tokens in any text so far, so that its counters are its own."""
+    options = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"]
+    with serving(target, folder, "ngram", *options) as url:
+        server = measured_server(Endpoint(url, target, NUM_NEW_TOKENS), drafts=True)
+        load = RequestSettings(Sampling(0.0), batch_size=1, repeats=0)
+        run = run_on_server(server, PromptSet("held_out", prompts), load, lambda: None)
+    expected = SpeculativeDecoder(target, load_drafter("none", target)).generate(prompts, NUM_NEW_TOKENS).token_ids
+    assert run.texts == expected
+    counted = total_of(stats_by_batch(run, 1))
+    print(f"ngram: {counted}")
+    assert counted.num_accepted_tokens > 0
+    assert counted.num_drafts < sum(map(len, expected))
 
 
 def test_a_plain_sglang_writes_our_texts(target: Target, prompts: list[list[int]], plain: str) -> None:
