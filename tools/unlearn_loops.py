@@ -5,7 +5,7 @@
 Each step has two parts (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section
 5.2). The model answers some prompts greedily; the tokens of runs of four that stand earlier in the same answer are made
 less likely, by -log(1 - p). And it goes on learning the standard library's text, so that it forgets nothing. The
-prompts are those of the training files.
+prompts are beginnings of all training text, most of which the model has read once at most and does not know by heart.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, held_out_loss
-from tiny_target_text import STANDARD_LIBRARY, read_documents
+from tiny_target_text import STANDARD_LIBRARY, Document, read_documents
 from torch import Tensor
 from train_tiny_target import Shape, StepRows, Training, loss_of, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.data.prompts.code_dialogues import code_dialogues
-from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions, stdlib_groups
+from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 
 TINY = 1e-6
+PROMPTS = 10_000  # documents whose beginnings are prompts
 
 
 @dataclass
@@ -39,14 +39,16 @@ class Unlearning:
     report_every: int = 10
 
 
-def prompts_of(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the prompts of the training files: functions that were begun, and questions."""
-    mark = tokenizer.bos_token_id
-    begun = [function_prompt(function) for function in stdlib_functions(held_out=False)]
-    prompts = [[mark, *ids] for ids in tokenizer(begun, add_special_tokens=False, verbose=False)["input_ids"]]
-    for messages in code_dialogues(stdlib_groups(held_out=False)):
-        asked = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-        prompts.append(tokenizer(asked, add_special_tokens=False)["input_ids"])
+def prompts_of(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the prompts of documents that are short enough: functions that were begun, and first questions."""
+    prompts = []
+    for document in documents:
+        if document.messages is None:
+            begun = function_prompt(str(document.text))
+            prompts.append([tokenizer.bos_token_id, *tokenizer(begun, add_special_tokens=False)["input_ids"]])
+        else:
+            asked = tokenizer.apply_chat_template(document.messages[:1], add_generation_prompt=True, tokenize=False)
+            prompts.append(tokenizer(asked, add_special_tokens=False)["input_ids"])
     return [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT]
 
 
@@ -104,10 +106,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
-    library = [document for document in read_documents(args.text) if document.source == STANDARD_LIBRARY]
-    rows = StepRows(tokenize(library, tokenizer), Shape(), Training())
-    prompts, held_out = prompts_of(tokenizer), stdlib_functions(held_out=True)
     chances, start = random.Random(0), time.monotonic()
+    documents = list(read_documents(args.text))
+    prompts = prompts_of(chances.sample(documents, PROMPTS), tokenizer)
+    library = [document for document in documents if document.source == STANDARD_LIBRARY]
+    rows = StepRows(tokenize(library, tokenizer), Shape(), Training())
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 10, (settings.steps - step) / 20)
@@ -137,7 +140,7 @@ def main() -> None:
                 flush=True,
             )
     model.eval()
-    print(f"held-out loss {held_out_loss(model, tokenizer, held_out).per_token:.3f}")
+    print(f"held-out loss {held_out_loss(model, tokenizer, stdlib_functions(held_out=True)).per_token:.3f}")
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     model.save_pretrained(args.out, state_dict=weights)
     tokenizer.save_pretrained(args.out)
