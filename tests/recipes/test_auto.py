@@ -1,11 +1,13 @@
 """The search for the best drafter: traffic that is divided cleanly, a race that is fair, and a search that goes on."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_faults import contents, recorded_changes, restore
 from reports import typed_result
 from rich.console import Console
 
@@ -34,6 +36,7 @@ from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation import comparison
+from draftsmith.recipes.quickstart.budget import StepTime
 
 LOAD = ServingLoad(1, 100)
 
@@ -310,6 +313,35 @@ def test_an_sla_that_nothing_keeps_ends_the_race(settings: AutoSettings, tmp_pat
     assert not (settings.out / "export").exists()
     with pytest.raises(UserError, match="--sla-tpot-ms 0.001.*: give that to go on"):
         run(replace(settings, sla_tpot_ms=None))
+
+
+@pytest.mark.parametrize("tried", [pytest.param(20, marks=pytest.mark.long), 2])
+def test_a_search_killed_at_any_change_comes_to_the_same_decisions(
+    tried: int, settings: AutoSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From what a kill would leave at random moments the same command comes to what an uninterrupted one decided.
+
+    Times are given here, not measured, because decisions follow them. `pytest -m long` tries twenty moments.
+    """
+    own = budget.timed_samples
+    monkeypatch.setattr(budget, "time_step", lambda *_: StepTime(0.05, 0.1))
+    monkeypatch.setattr(budget, "timed_samples", lambda plain, prompts: (own(plain, prompts)[0], 0.5))
+    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
+    monkeypatch.setattr(auto, "why_over", lambda *_: None)
+    with recorded_changes(settings.out) as states:
+        run(settings)
+
+    def decisions() -> tuple[AutoState, set[str]]:
+        measured = ("comparison", "export")  # what stands in these follows times that are measured
+        kept = {name for name in contents(settings.out) if not name.endswith(".lock")}
+        return read_sealed(AutoState, settings.out / "auto.json", ""), {n for n in kept if not n.startswith(measured)}
+
+    expected = decisions()
+    assert expected[0].final is not None
+    for number in sorted(random.Random(0).sample(range(len(states)), tried)):
+        restore(settings.out, states[number])
+        run(settings)
+        assert decisions() == expected, f"killed before change {number} of {len(states)}"
 
 
 def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:
