@@ -99,7 +99,7 @@ def their_data(folder: Path) -> Path:
 def write_their_inputs(folder: Path, target: Target) -> None:
     """Write the samples as speculators' data set, and a file of hidden states for each of them."""
     samples = read_samples(folder / "samples")
-    layer_ids = [*spread_layer_ids(target.num_layers), target.num_layers]  # the last one before the final norm
+    layer_ids = (*spread_layer_ids(target.num_layers), target.num_layers)  # the last one before the final norm
     (folder / "hidden_states").mkdir(exist_ok=True)
     rows, masks = [], []
     for number, sample in enumerate(samples):

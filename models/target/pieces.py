@@ -81,7 +81,10 @@ def put_in_pieces(model: PreTrainedModel, layers: nn.ModuleList, device: torch.d
         fully_shard(layer, mesh=mesh)
     send(model, places, device)
     of_ends = set(model.parameters()) - {weight for layer in layers for weight in layer.parameters()}
-    fully_shard(model.base_model, mesh=mesh, ignored_params=of_ends)  # one root, so that layers share their streams
+    root = model.base_model
+    known_as = type(root).__module__, type(root).__qualname__  # by which transformers looks up what a pass can record
+    fully_shard(root, mesh=mesh, ignored_params=of_ends)  # one root, so that layers share their streams
+    type(root).__module__, type(root).__qualname__ = known_as
     for layer, following in pairwise(layers):  # gathered while this one computes, also where that waits for the device
         cast(FSDPModule, layer).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
 

@@ -142,7 +142,7 @@ class Auto:
 
     @property
     def plain_speedup(self) -> float:
-        """What plain decoding is predicted to have: 0 where it breaks the SLA."""
+        """The speedup that plain decoding is predicted to have: 0 where it breaks the SLA."""
         return plain_speedup(read_typed(Costs, self.costs_of(LOOKUPS[0])), self.load)
 
     @property

@@ -23,6 +23,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.target import pieces
 
 TOKEN_IDS = torch.arange(3, 40)[None]
+GATHER = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"  # torch < 2.13
 
 
 def is_whole(layer: nn.Module) -> bool:
@@ -33,7 +34,7 @@ def seen_of(name: str, over_machines: bool) -> tuple[dict[str, Any], dict[str, T
     """Load a target and read a text with it. Return what was seen on the way, and the features."""
     loads: list[str] = []
     events: list[str] = []
-    load, gather = pieces.load_model, distributed.all_gather_into_tensor
+    load, gather = pieces.load_model, getattr(distributed, GATHER)
     pieces.load_model = lambda *arguments: loads.append(name) or load(*arguments)
     try:
         target = Target.sharded_from_pretrained(name, "cpu", torch.float32, over_machines)
@@ -50,11 +51,11 @@ def seen_of(name: str, over_machines: bool) -> tuple[dict[str, Any], dict[str, T
 
     for layer in target.decoder_layers:
         layer.register_forward_pre_hook(tell_layer)
-    distributed.all_gather_into_tensor = tell_gather
+    setattr(distributed, GATHER, tell_gather)
     try:
         features = target.features(Batch(TOKEN_IDS, torch.ones_like(TOKEN_IDS, dtype=torch.bool)), (1, 2))
     finally:
-        distributed.all_gather_into_tensor = gather
+        setattr(distributed, GATHER, gather)
     seen = {
         "loads": len(loads),
         "events": events,
