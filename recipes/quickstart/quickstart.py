@@ -90,8 +90,9 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
         console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}, and n-grams do not pay")
         return
     if served != fastest[0]:
-        kind = fastest[0].drafter_kind
-        console.print(f"vLLM does not serve {kind}: the fastest that it serves and that pays is {served.drafter_kind}")
+        note = "" if served.results[0].pays else ", though it is not shown to pay here"
+        others = f"vLLM does not serve {fastest[0].drafter_kind}, or it does not pay"
+        console.print(f"{others}: {served.drafter_kind} is exported in its place{note}")
     if (out / "export").is_dir():
         console.print(f"exported: {out / 'export'}", soft_wrap=True)
         return

@@ -11,6 +11,7 @@ import torch
 from tiny_target_quality import held_out_loss, loops
 from tiny_target_text import STANDARD_LIBRARY, Document, first_documents, licence_of, new_groups, shingles, words_of
 from train_tiny_target import END_OF_TURN, Shape, StepRows, TargetRun, Text, Training, tokenize, train_tokenizer
+from unlearn_loops import repeated, unlikelihood
 
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -29,7 +30,7 @@ CHAT = [{"role": "user", "content": "Write f."}, {"role": "assistant", "content"
 def text() -> Text:
     documents = [Document(STANDARD_LIBRARY, text=function) for function in FUNCTIONS]
     documents += [Document("forge 1.0 (MIT)", messages=CHAT * 2)] * 5
-    return Text(documents, FUNCTIONS[:2], train_tokenizer(FUNCTIONS, SHAPE))
+    return Text(documents, documents[:40], FUNCTIONS[:2], train_tokenizer(FUNCTIONS, SHAPE))
 
 
 def test_what_resembles_held_out_functions_or_earlier_ones_is_left_out() -> None:
@@ -150,3 +151,30 @@ def test_a_loop_is_four_tokens_five_times() -> None:
     assert loops([7] * 8)
     assert not loops([7] * 7)
     assert not loops([1, 2])
+
+
+def test_the_last_steps_read_the_library_alone(text: Text, tmp_path: Path) -> None:
+    run = TargetRun(text, tmp_path, SHAPE, TRAINING)
+    library = torch.cat(tokenize(text.library, text.tokenizer)).bincount(minlength=300)
+    run.step = run.decay_start
+    del run.rows
+    run.take_step()
+    assert run.last_rows.num_tokens == library.sum()
+
+
+def test_unwanted_tokens_are_those_of_runs_that_the_answer_had_before() -> None:
+    unit = [1, 2, 3, 4]
+    texts = torch.tensor([[*unit, *unit, 9, *unit, 5]])
+    is_answer = torch.tensor([[False] * 4 + [True] * 10])  # a run of the prompt may stand in the answer once
+    assert repeated(texts, is_answer).tolist() == [[False] * 9 + [True] * 4 + [False]]
+
+
+def test_unwanted_tokens_are_made_less_likely(text: Text, tmp_path: Path) -> None:
+    """The loss is -log(1 - p) of them, and 0 where there are none."""
+    model = TargetRun(text, tmp_path, SHAPE, TRAINING).model
+    torch.nn.init.zeros_(model.lm_head.weight)
+    texts, mask = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, dtype=torch.int64)
+    unwanted = torch.tensor([[False, False, True]])
+    expected = -torch.tensor(1 - 1 / len(text.tokenizer)).log()
+    torch.testing.assert_close(unlikelihood(model, texts, mask, unwanted), expected)
+    assert unlikelihood(model, texts, mask, torch.zeros_like(unwanted)) == 0

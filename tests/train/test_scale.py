@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
@@ -62,6 +63,18 @@ def test_operations_of_a_target_are_those_counted() -> None:
     assert counter.get_total_flops() == pytest.approx(predicted, rel=0.005)
 
 
+SHAPE = LlamaConfig(  # of the target whose steps are measured
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=14,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+)
+
+
 class Meter(TorchDispatchMode):
     """Operations of matrix products, without those of attention, and the most bytes of new tensors at once."""
 
@@ -90,7 +103,7 @@ def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
     rows, length = 4, 128
     config = RECIPES[f"quickstart_{kind}"]()
     config.data.batch_size, config.data.tokens_per_micro_batch, config.run.steps = rows, rows * length, 1
-    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu", torch.float32)
+    target = Target(LlamaForCausalLM(SHAPE), None, "random")
     drafter = DRAFTERS[kind].from_target(config.drafter, target).train()
     token_ids = torch.randint(3, target.vocab_size, (rows, length))
     batch = Batch(token_ids, torch.arange(length).expand(rows, -1) > 0)
