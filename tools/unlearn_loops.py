@@ -7,8 +7,9 @@ Each step has two parts (Welleck et al., "Neural Text Generation with Unlikeliho
 less likely, by -log(1 - p). And it goes on learning the standard library's text, so that it forgets nothing. The
 prompts are beginnings of all training text, most of which the model has read once at most and does not know by heart.
 
-The training alone costs much held-out loss. The mean of the weights before and after it costs hardly any and loops as
-little (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
+The training alone takes nearly all loops and costs much held-out loss. The mean of the weights before and after it
+takes most of them for a twentieth of that (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv
+2109.01903).
 """
 
 import argparse
