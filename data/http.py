@@ -33,6 +33,7 @@ LONGEST_ASKED_WAIT = 120.0  # seconds that are waited where a server asks for th
 PAGE_TIMEOUT = 30.0  # seconds for a page to arrive, which a server does not compute
 LARGEST_PAGE = 1 << 22  # bytes; of the metrics of a vLLM with 32 engines, for example
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # HTTP states that may be gone at the next attempt
+IDLE_SECONDS = 2.0  # for which a connection is kept for the next request; servers close theirs after 5 and more
 SHOWN = 200  # characters of what a server said that a message holds
 API_KEY = "OPENAI_API_KEY"  # environment variable whose value is sent as the bearer token
 FORM = "give http://HOST:PORT, such as http://localhost:8000"
@@ -79,7 +80,9 @@ class Server:
                 base_url=self.url,
                 headers=headers,
                 timeout=None,  # `_send` has one for all
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_SECONDS
+                ),
                 follow_redirects=False,
                 verify=ssl.create_default_context(),  # trusts what the system trusts
             )

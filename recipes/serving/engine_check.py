@@ -88,12 +88,14 @@ def check_engine(
     target: Target,
     prompts: list[list[int]],
     max_new_tokens: int,
+    is_timed: bool = False,
 ) -> EngineReport:
     """Decode the prompts greedily with the engine and with draftsmith, and compare.
 
     `engine`: the folder of an environment with vLLM, or the address of a running one (http://...), which must serve
-    this target with this drafter, and nobody else meanwhile. A running one has been told `speculative`
-    already. Raises `UserError` where the engine cannot be reached or refuses.
+    this target with this drafter, and nobody else meanwhile. A running one has been told `speculative` already.
+    `is_timed`: whether an environment also times each prompt alone, for `add_speed`. Raises `UserError` where the
+    engine cannot be reached or refuses.
     """
     draft_length = speculative.num_speculative_tokens
     output = SpeculativeDecoder(target, drafter).generate(
@@ -102,7 +104,7 @@ def check_engine(
     if engine.startswith("http"):
         run = run_address(engine, target, prompts, max_new_tokens)
     else:
-        run = run_environment(Path(engine), speculative, target, prompts, max_new_tokens)
+        run = run_environment(Path(engine), speculative, target, prompts, max_new_tokens, is_timed=is_timed)
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
     texts = compare_outputs(target, prompts, output.token_ids, run.token_ids)
@@ -112,8 +114,8 @@ def check_engine(
 def add_speed(
     report: EngineReport, environment: Path, target: Target, prompts: list[list[int]], max_new_tokens: int
 ) -> EngineReport:
-    """Return the report with the engine's speed, for which the environment decodes without the drafter too."""
-    plain = run_environment(environment, None, target, prompts, max_new_tokens)
+    """Return a timed report with the engine's speed, for which the environment decodes without the drafter too."""
+    plain = run_environment(environment, None, target, prompts, max_new_tokens, is_timed=True)
     return replace(report, speed=engine_speed(plain.timed, report.engine.timed, report.stats))
 
 

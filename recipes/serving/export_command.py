@@ -124,8 +124,9 @@ def check_exported(
     speculative = speculative_config(exported.kind, str(real_path(exported.directory)), draft_length)
     target, name = as_served(exported, target)
     drafter = load_drafter(name, target)
-    report = check_engine(engine, speculative, drafter, target, prompts.token_ids, max_new_tokens)
-    if not engine.startswith("http"):
+    is_timed = not engine.startswith("http")
+    report = check_engine(engine, speculative, drafter, target, prompts.token_ids, max_new_tokens, is_timed)
+    if is_timed:
         report = add_speed(report, Path(engine), target, prompts.token_ids, max_new_tokens)
     write_json(exported.directory / "engine_check.json", to_json(report))
     return report

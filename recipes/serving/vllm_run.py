@@ -52,7 +52,7 @@ class EngineRun:
     version: str
     token_ids: list[list[int]]
     counters: Counters
-    timed: list[TimedRequest] = field(default_factory=list)  # the prompts again, one by one; none from an address
+    timed: list[TimedRequest] = field(default_factory=list)  # the prompts again, one by one, where that was asked for
 
 
 def run_environment(
@@ -63,11 +63,13 @@ def run_environment(
     max_new_tokens: int,
     plugins: Path | None = None,
     temperature: float = 0.0,
+    is_timed: bool = False,
 ) -> EngineRun:
     """Decode with the vLLM of a virtual environment, in the target's precision. `speculative` None: without a drafter.
 
-    It decodes all prompts at once, which is counted, then each of them alone, which is timed. `plugins`: a folder from
-    which vLLM imports what `speculative` names. Raises `UserError` where there is no vLLM, or where it fails.
+    It decodes all prompts at once, which is counted; if `is_timed`, then each of them alone, which is timed. `plugins`:
+    a folder from which vLLM imports what `speculative` names. Raises `UserError` where there is no vLLM, or where it
+    fails.
     """
     python = folder / "bin" / "python"
     if not python.is_file():
@@ -84,6 +86,7 @@ def run_environment(
         },
         "sampling": {"temperature": temperature, "max_tokens": max_new_tokens},
         "prompts": prompts,
+        "is_timed": is_timed,
     }
     variables = vllm_environment()
     if plugins:

@@ -4,7 +4,8 @@ Runs under the interpreter of an environment that has vLLM, which need not have 
 
     VENV/bin/python vllm_script.py JOB.json RUN.json
 
-JOB.json holds `llm` (keyword arguments of vllm.LLM), `sampling` (of vllm.SamplingParams) and `prompts` (token ids).
+JOB.json holds `llm` (keyword arguments of vllm.LLM), `sampling` (of vllm.SamplingParams), `prompts` (token ids), and
+whether each prompt is decoded again alone and timed (`is_timed`).
 RUN.json gets the fields of `EngineRun` in vllm_run.py.
 """
 
@@ -32,7 +33,7 @@ def main() -> None:
         "version": f"vLLM {vllm.__version__}",
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "counters": counters(llm),
-        "timed": [timed(llm, prompt, sampling) for prompt in job["prompts"]],
+        "timed": [timed(llm, prompt, sampling) for prompt in job["prompts"]] if job["is_timed"] else [],
     }
     Path(sys.argv[2]).write_text(json.dumps(run))
 

@@ -347,7 +347,7 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
         answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
     settings = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     venv = fake_venv(tmp_path / "venv", answer)
-    report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40)
+    report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40, is_timed=True)
     assert report.agrees == (change == "none")
     assert to_json(report)["agrees"] == report.agrees
     assert report.texts.identical == (0 if change == "text" else len(prompts))
