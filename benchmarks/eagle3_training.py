@@ -1,34 +1,39 @@
 """EAGLE-3 training steps beside those of speculators 0.9.0: tokens per CPU second and peak memory, in one run.
 
-    python benchmarks/eagle3_training.py --speculators PYTHON [--rounds N]     PYTHON: of an environment that has it
+    python benchmarks/eagle3_training.py --speculators PYTHON [--steps N]      PYTHON: of an environment that has it
     python benchmarks/eagle3_training.py --table                               ours alone, by length and unroll
 
-Forward, backward and AdamW step of a drafter on given target features, every slot trained, forward KL, fp32, on one
-thread, whose own CPU time is taken: other programs on the machine disturb that least. Each side runs in a process of
-its own, in turns; peak memory is what the process grew by since its model and
-data stood. speculators runs its CPU path: SDPA attention and eager losses, for its fused ones need a GPU. It keeps the
-drafter's head as it is, the target's rows, which EAGLE-3's authors train: both sides are measured either way. It
-compares within the draft vocabulary alone; ours makes the target's whole distribution, for its acceptance.
+Forward, backward and fused AdamW step of a drafter on given target features, every slot trained, forward KL, fp32, on
+one thread, whose own CPU time is taken: other programs on the machine disturb that least. Each side has a process of
+its own, and they take single steps in turns, so that both meet the same moments of the machine: the median of the
+ratios of neighbouring steps is what compares. Peak memory is what a step adds to the memory of a process in which
+model, state of the optimiser and data stand, and free memory was given back. speculators runs its CPU path: SDPA
+attention and eager losses, for its fused ones need a GPU. It keeps the drafter's head as it is, the target's rows,
+which EAGLE-3's authors train: both sides are measured either way. It compares within the draft vocabulary alone; ours
+makes the target's whole distribution, for its acceptance. All tokens of the text are in the draft vocabulary, for ours
+leaves out chains that leave it, which would be an advantage that depends on the text.
 """
 
 import argparse
+import ctypes
 import itertools
-import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 NUM_LAYERS, LAYER_IDS = 6, [2, 3, 4]
-STEPS_A_ROUND = 3
+WARM_UP = 3
+STEPS_OF_TABLE = 5
 COMPARED = [  # hidden, vocabulary, draft vocabulary, length, unrolled steps, whether the drafter's head is trained
     (256, 8192, 4096, 512, 3, 1),
     (256, 8192, 4096, 512, 3, 0),
@@ -61,10 +66,11 @@ def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int
     config = layer_config(hidden, vocab, NUM_LAYERS)
     config._attn_implementation = ATTENTION
     drafter_config = Eagle3Config(layer_ids=LAYER_IDS, draft_vocab_size=draft_vocab, unroll_steps=unroll)
-    drafter = Eagle3.from_target(drafter_config, Target(LlamaForCausalLM(config), None, "random"))
+    target = LlamaForCausalLM(config).requires_grad_(False)
+    drafter = Eagle3.from_target(drafter_config, Target(target, None, "random"))
     drafter.lm_head.requires_grad_(bool(head))
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad])
-    batch = Batch(torch.randint(0, vocab, (1, length)), torch.arange(length)[None] > 0)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], fused=True)
+    batch = Batch(torch.randint(0, draft_vocab, (1, length)), torch.arange(length)[None] > 0)
     features = Features(torch.randn(1, length, hidden), torch.randn(1, length, 3 * hidden))
 
     def step() -> None:
@@ -104,10 +110,10 @@ def their_step(
             draft_attn_impl="simple_flex_attention" if on_gpu else "sdpa",
         ).to(device, torch.float32)
     drafter.lm_head.requires_grad_(bool(head))
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], fused=on_gpu)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], fused=True)
     inputs = {
         "hidden_states": torch.randn(1, length - 1, 3 * hidden, device=device),
-        "input_ids": torch.randint(0, vocab, (1, length - 1), device=device),
+        "input_ids": torch.randint(0, draft_vocab, (1, length - 1), device=device),
         "document_ids": torch.zeros(1, length - 1, dtype=torch.int64, device=device),
         "verifier_last_hidden_states": torch.randn(1, length - 1, hidden, device=device),
     }
@@ -126,72 +132,111 @@ def their_step(
     return step
 
 
-def peak_mebibytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def mebibytes(name: str) -> float:
+    """Return a size that the kernel tells of this process, such as VmRSS, or its peak, VmHWM."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) / 1024
 
 
-def measure(side: str, shape: tuple[int, ...]) -> dict[str, float]:
-    """Return the median tokens per CPU second of some steps after a first one, and the peak memory that they add."""
+def memory_of(step: Callable[[], None]) -> float:
+    """Return the MiB that a step adds at its peak to what stands before it."""
+    ctypes.CDLL(None).malloc_trim(0)  # gives back what earlier steps, and a verifier that was loaded, have freed
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = mebibytes("VmRSS")
+    step()
+    return mebibytes("VmHWM") - before
+
+
+def serve_steps(side: str, shape: tuple[int, ...]) -> None:
+    """Print the MiB that a step adds, then for each line that is read take a step and print its CPU seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     step = {"ours": our_step, "theirs": their_step}[side](*shape)
-    before = peak_mebibytes()
-    step()
-    seconds = []
-    for _ in range(STEPS_A_ROUND):
+    for _ in range(WARM_UP):
+        step()
+    print("memory", memory_of(step), flush=True)
+    for _ in sys.stdin:
         start = time.process_time()
         step()
-        seconds.append(time.process_time() - start)
-    return {"tokens_per_second": shape[3] / statistics.median(seconds), "mebibytes": peak_mebibytes() - before}
+        print("seconds", time.process_time() - start, flush=True)
 
 
-def in_a_process(python: str, side: str, shape: tuple[int, ...]) -> dict[str, float]:
-    command = [python, __file__, "--measure", side, *map(str, shape)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+class Side:
+    """A process that takes steps when it is told to."""
+
+    def __init__(self, python: str, side: str, shape: tuple[int, ...]) -> None:
+        command = [python, __file__, "--serve", side, *map(str, shape)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self.mebibytes = self.told("memory")
+
+    def told(self, name: str) -> float:
+        assert self.process.stdout is not None
+        return float(next(line for line in self.process.stdout if line.startswith(f"{name} ")).split()[1])
+
+    def step(self) -> float:
+        """Return the CPU seconds of one step."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        return self.told("seconds")
 
 
-def compare(python: str, rounds: int) -> None:
-    print("hidden, vocabulary, draft vocabulary, length, unroll, head trained: ours and (theirs); ratio of each round")
+@contextmanager
+def side_of(python: str, side: str, shape: tuple[int, ...]) -> Iterator[Side]:
+    worker = Side(python, side, shape)
+    try:
+        yield worker
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
+def compare(python: str, steps: int) -> None:
+    print("hidden, vocabulary, draft vocabulary, length, unroll, head trained:")
+    print("ratio of neighbouring steps, its quartiles; tokens per CPU second, ours and (theirs); MiB of a step")
     for shape in COMPARED:
-        runs = [
-            [in_a_process(*side, shape) for side in ((sys.executable, "ours"), (python, "theirs"))]
-            for _ in range(rounds)
-        ]
-        ours, theirs = ([run[side] for run in runs] for side in (0, 1))
-        speeds = [statistics.median(run["tokens_per_second"] for run in side) for side in (ours, theirs)]
-        memory = [statistics.median(run["mebibytes"] for run in side) for side in (ours, theirs)]
-        ratios = " ".join(f"{a['tokens_per_second'] / b['tokens_per_second']:.2f}" for a, b in runs)
-        found = f"{speeds[0]:.0f} ({speeds[1]:.0f}) tokens/CPU s, {ratios}; {memory[0]:.0f} ({memory[1]:.0f}) MiB"
+        with side_of(sys.executable, "ours", shape) as ours, side_of(python, "theirs", shape) as theirs:
+            pairs = [(ours.step(), theirs.step()) for _ in range(steps)]
+            memory = f"{ours.mebibytes:.0f} ({theirs.mebibytes:.0f}) MiB"
+        low, middle, high = statistics.quantiles([other / own for own, other in pairs], n=4)
+        own, other = (shape[3] / statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        found = f"{middle:.2f} ({low:.2f} to {high:.2f}); {own:.0f} ({other:.0f}) tokens/CPU s; {memory}"
         print(" ".join(map(str, shape)), "-", found, flush=True)
 
 
 def table() -> None:
-    print("hidden 256, vocabulary 8192, draft vocabulary 4096: tokens/CPU s, MiB above model and data")
+    print("hidden 256, vocabulary 8192, draft vocabulary 4096: tokens/CPU s, MiB of a step")
     for length, unroll in itertools.product((256, 512, 1024, 2048), (1, 3, 5, 7)):
-        found = in_a_process(sys.executable, "ours", (256, 8192, 4096, length, unroll, 1))
-        speed, memory = found["tokens_per_second"], found["mebibytes"]
-        print(f"length {length:5} unroll {unroll}: {speed:7.0f} tokens/CPU s {memory:6.0f} MiB", flush=True)
+        with side_of(sys.executable, "ours", (256, 8192, 4096, length, unroll, 1)) as ours:
+            speed = length / statistics.median(ours.step() for _ in range(STEPS_OF_TABLE))
+        found = f"{speed:7.0f} tokens/CPU s {ours.mebibytes:6.0f} MiB"
+        print(f"length {length:5} unroll {unroll}: {found}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speculators", metavar="PYTHON")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15, help="of each side")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # one side in this process
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)  # one side in this process
     arguments = parser.parse_args()
-    if arguments.measure:
-        side, *shape = arguments.measure
-        print(json.dumps(measure(side, tuple(int(value) for value in shape))))
+    if arguments.serve:
+        side, *shape = arguments.serve
+        serve_steps(side, tuple(int(value) for value in shape))
         return
     from draftsmith.inference.measuring.environment import git_commit
 
     machine = platform.processor() or platform.machine()
     print(f"{machine}, one thread, torch {torch.__version__}, commit {git_commit()}", flush=True)
     if arguments.speculators:
-        compare(arguments.speculators, arguments.rounds)
+        compare(arguments.speculators, arguments.steps)
     if arguments.table:
         table()
 
