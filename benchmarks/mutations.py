@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "acceptance within the draft vocabulary alone",
         DIVERGENCES,
-        "mass = p * (log_sum - logits.logsumexp(-1, keepdim=True)).exp()",
-        "mass = p",
+        "inside[rows] = (log_sum - whole.logsumexp(-1, keepdim=True)).exp()",
+        "inside[rows] = 1",
     ),
     Mutation(
         "lk_hybrid: weights change places",
@@ -219,8 +219,8 @@ MUTATIONS = (
     Mutation(
         "weights of depths left out of the gradient",
         CHAIN_LOSS,
-        "logits.detach(), weights, self.divergence",
-        "logits.detach(), torch.ones_like(weights), self.divergence",
+        "logits.detach(), weights)",
+        "logits.detach(), torch.ones_like(weights))",
     ),
     Mutation(
         "kernel, sums of blocks on different bases",

@@ -202,8 +202,7 @@ class _DepthSums:
         with torch.set_grad_enabled(self.with_gradient):
             hidden = hidden.detach().requires_grad_(self.with_gradient)
             logits = head(hidden)
-        compare: Callable[..., Comparison] = compiled_compare() if self.compiled else type(teacher).compare
-        comparison = compare(teacher, logits.detach(), weights, self.divergence, self.with_gradient)
+        comparison = self._compare(teacher, logits.detach(), weights)
         self.total += (comparison.loss * weights).sum()
         choice = comparison.choice if self.draft_to_target is None else self.draft_to_target[comparison.choice]
         measures = [x.split(sizes) for x in (choice == teacher.choice, comparison.acceptance, comparison.loss)]
@@ -221,6 +220,13 @@ class _DepthSums:
                 self.hidden_gradients[number][rows] = gradient
             for i, gradient in zip(indices, gradients[1:], strict=True):
                 self.parameter_gradients[i] += gradient
+
+    def _compare(self, teacher: "Teacher | FusedTeacher", logits: Tensor, weights: Tensor) -> Comparison:
+        """Compare the drafter's logits [R, Vd] with the target; the gradient may overwrite them."""
+        if not isinstance(teacher, Teacher):
+            return teacher.compare(logits, weights, self.divergence, self.with_gradient)
+        compare = compiled_compare() if self.compiled else Teacher.compare_in_blocks
+        return compare(teacher, logits, weights, self.divergence, self.with_gradient)
 
     def _weights(self, number: int, rows: slice) -> Tensor:
         """Return the weights of some rows of a depth, fp32 [R]."""

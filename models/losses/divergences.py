@@ -1,16 +1,17 @@
 """Divergences between the target's distribution p and the drafter's q, each with its gradient.
 
-They are computed in fp32, from log q and q [R, Vd] and the target at the same rows, and return the divergence of each
-row [R] and its gradient in the drafter's logits [R, Vd]. This is the specification of the kernels in
-`divergence_kernels`, and the path of a CPU. tests/helpers/divergence_definitions.py has the same formulas for autograd.
+They are computed in fp32, from log q and q [R, Vd], which they may overwrite, and the target at the same rows. They
+return the divergence of each row [R] and its gradient in the drafter's logits [R, Vd]. `Teacher.compare` is the
+specification of the kernels in `divergence_kernels` and of `Teacher.compare_in_blocks`, the path of a CPU.
+tests/helpers/divergence_definitions.py has the same formulas for autograd.
 
 Shapes: R rows, V vocabulary of the target, Vd draft vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from draftsmith.models.drafter_configs import Divergence
 
 LOWEST = torch.finfo(torch.float32).min  # for the logarithm of a probability of 0, which times 0 is then 0
 CROSS_ENTROPY_SHARE = 0.1  # of DSpark's divergence, whose rest is the L1 distance (arXiv 2607.05147)
+CACHED = 1 << 17  # logits of a block of rows, which a core's cache holds together with all that is made of them
+GROUPS = 64  # of the logits of a row, where the largest is searched for
 LK_DECAY = 3.0  # eta of the LK hybrid for EAGLE-3-like drafters (arXiv 2602.23881)
 
 
@@ -39,31 +42,84 @@ class Teacher:
     p: Tensor  # [R, Vd] renormalised
     log_p: Tensor  # [R, Vd]
     negative_entropy: Tensor  # [R] sum p log p
-    mass: Tensor  # [R, Vd] probabilities in the whole vocabulary, not renormalised
+    inside: Tensor  # [R, 1] the draft vocabulary's share of the whole distribution
     choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
 
     @classmethod
     def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None) -> "Teacher":
         """Return the target at the rows of its logits [R, V]."""
-        choice, logits = logits.argmax(-1), logits.float()
-        drafted = logits if draft_to_target is None else logits.index_select(1, draft_to_target)
-        log_sum = drafted.logsumexp(-1, keepdim=True)
-        log_p = drafted - log_sum
-        mass = p = log_p.exp()
-        if draft_to_target is not None:
-            mass = p * (log_sum - logits.logsumexp(-1, keepdim=True)).exp()
-        return cls(p, log_p, torch.linalg.vecdot(p, log_p.clamp(min=LOWEST)), mass, choice)
+        num_rows, width = len(logits), logits.shape[1] if draft_to_target is None else len(draft_to_target)
+        empty = partial(torch.empty, dtype=torch.float32, device=logits.device)
+        p, log_p, negative_entropy = empty(num_rows, width), empty(num_rows, width), empty(num_rows)
+        inside = torch.ones(num_rows, 1, device=logits.device)
+        for rows in blocks(logits):
+            whole = logits[rows].float()
+            drafted = whole if draft_to_target is None else whole.index_select(1, draft_to_target)
+            log_sum = drafted.logsumexp(-1, keepdim=True)
+            torch.sub(drafted, log_sum, out=log_p[rows])
+            torch.exp(log_p[rows], out=p[rows])
+            negative_entropy[rows] = torch.linalg.vecdot(p[rows], log_p[rows].clamp(min=LOWEST))
+            if draft_to_target is not None:
+                inside[rows] = (log_sum - whole.logsumexp(-1, keepdim=True)).exp()
+        return cls(p, log_p, negative_entropy, inside, largest(logits))
 
     def __getitem__(self, rows: slice | Tensor) -> "Teacher":
-        return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.mass[rows], self.choice[rows])
+        return Teacher(
+            self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.inside[rows], self.choice[rows]
+        )
 
     def compare(self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
-        """Compare the drafter's logits [R, Vd] with these rows; `weights` [R] fp32 multiply the gradient alone."""
+        """Compare the drafter's logits [R, Vd] with these rows; `weights` [R] fp32 multiply the gradient alone.
+
+        This is the specification, and what is compiled.
+        """
         log_q = logits.float().log_softmax(-1)
         q, choice = log_q.exp(), log_q.argmax(-1)
-        acceptance = torch.minimum(q, self.mass).sum(-1)
+        acceptance = torch.minimum(q, self.p * self.inside).sum(-1)
         loss, gradient = DIVERGENCES[divergence](log_q, q, self)
         return Comparison(loss, acceptance, choice, gradient * weights[:, None] if with_gradient else None)
+
+    def compare_in_blocks(
+        self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool
+    ) -> Comparison:
+        """Do what `compare` does, block by block, and overwrite the logits."""
+        choice = largest(logits)
+        top = logits.gather(1, choice[:, None])
+        loss, acceptance = torch.empty(2, len(logits), device=logits.device)
+        buffers = torch.empty(2, rows_of_block(logits), logits.shape[1], device=logits.device)
+        for rows in blocks(logits):
+            teacher, log_q = self[rows], logits[rows].float()
+            q, other = buffers[:, : len(log_q)]
+            log_q -= top[rows]
+            total = torch.exp(log_q, out=q).sum(-1, keepdim=True)
+            log_q -= total.log()
+            q *= 1 / total
+            torch.mul(teacher.p, teacher.inside, out=other)
+            acceptance[rows] = torch.minimum(q, other, out=other).sum(-1)
+            loss[rows], gradient = DIVERGENCES[divergence](log_q, q, teacher)
+            if with_gradient:
+                torch.mul(gradient, weights[rows, None], out=logits[rows])
+        return Comparison(loss, acceptance, choice, logits if with_gradient else None)
+
+
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield all rows of logits [R, V], a block at a time."""
+    step = rows_of_block(logits)
+    return (slice(start, start + step) for start in range(0, len(logits), step))
+
+
+def rows_of_block(logits: Tensor) -> int:
+    return max(1, CACHED // logits.shape[1])
+
+
+def largest(logits: Tensor) -> Tensor:
+    """Return the place of the largest logit of each row [R], the first of equal ones.
+
+    torch's own `argmax` is many times slower on a CPU than its `amax`, which finds the group of logits first.
+    """
+    groups = logits.unflatten(1, (math.gcd(logits.shape[1], GROUPS), -1))
+    group = groups.amax(2).argmax(1)
+    return groups[torch.arange(len(group)), group].argmax(1) + group * groups.shape[2]
 
 
 @cache
@@ -74,7 +130,7 @@ def compiled_compare() -> Callable[[Teacher, Tensor, Tensor, Divergence, bool], 
 
 def forward_kl(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """sum p log(p / q)"""
-    return teacher.negative_entropy - torch.linalg.vecdot(teacher.p, log_q), q - teacher.p
+    return teacher.negative_entropy - log_q.mul_(teacher.p).sum(-1), q.sub_(teacher.p)
 
 
 def reverse_kl(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
@@ -110,8 +166,8 @@ def lk_hybrid(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor, Tenso
 
     KL leads while little is accepted, where the gradient of TV vanishes; TV takes over as acceptance grows.
     """
-    kl, kl_gradient = forward_kl(log_q, q, teacher)
     rejection, rejection_gradient = total_variation(log_q, q, teacher)
+    kl, kl_gradient = forward_kl(log_q, q, teacher)
     weight = torch.exp(-LK_DECAY * (1 - rejection))
     gradient = torch.lerp(rejection_gradient, kl_gradient, weight[:, None])
     return weight * kl + (1 - weight) * rejection, gradient

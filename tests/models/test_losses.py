@@ -6,9 +6,9 @@ import pytest
 import torch
 from divergence_definitions import DEFINITIONS
 
-from draftsmith.models.losses import chain_loss, position_weights
+from draftsmith.models.losses import chain_loss, divergences, position_weights
 from draftsmith.models.losses.chain_loss import Depth, divergence_over_depths, divergence_over_rows
-from draftsmith.models.losses.divergences import Teacher
+from draftsmith.models.losses.divergences import DIVERGENCES, Teacher
 from draftsmith.models.losses.position_weights import chances_of, d_pace
 
 P = torch.tensor([0.5, 0.25, 0.25])
@@ -89,6 +89,49 @@ def test_gradients_of_all_depths_in_chunks(
     )
     for one, other in zip(torch.autograd.grad(3 * found, trained), gradients, strict=True):
         torch.testing.assert_close(one, 3 * other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "lk_hybrid"])
+def test_gradients_in_double_precision(name) -> None:
+    """By differences; the LK hybrid leaves out the gradient through its weight."""
+    log_p = torch.randn(3, 8, dtype=torch.float64).log_softmax(-1)
+    p = log_p.exp()
+    teacher = Teacher(p, log_p, (p * log_p).sum(-1), torch.ones(3, 1), p.argmax(-1))
+
+    class Divergence(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            log_q = logits.log_softmax(-1)
+            loss, gradient = DIVERGENCES[name](log_q, log_q.exp(), teacher)
+            ctx.save_for_backward(gradient)
+            return loss
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad[:, None] * ctx.saved_tensors[0]
+
+    assert torch.autograd.gradcheck(Divergence.apply, torch.randn(3, 8, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("vocab", [7, 384])  # groups of one logit, and of six
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_blocks_of_rows_are_the_plain_form(
+    name, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows a block; equal logits, of which the first is chosen, far ones, and a vocabulary that is reduced."""
+    monkeypatch.setattr(divergences, "CACHED", 2 * vocab)
+    logits, weights = torch.randn(5, vocab).to(dtype), torch.linspace(0.5, 2, 5)
+    logits[1], logits[2, 3:5], logits[3] = 0, 50, 30 * logits[3]
+    teacher = Teacher.from_logits(torch.randn(8, 2 * vocab), torch.arange(0, 2 * vocab, 2))[2:7]
+    expected = teacher.compare(logits, weights, name, True)
+    found = teacher.compare_in_blocks(logits.clone(), weights, name, True)
+    assert found.gradient is not None
+    assert expected.gradient is not None
+    assert torch.equal(found.choice, expected.choice)
+    for one, other in ((found.loss, expected.loss), (found.acceptance, expected.acceptance)):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.gradient, expected.gradient.to(dtype), atol=1e-5, rtol=1e-5)
 
 
 def test_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
