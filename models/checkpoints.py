@@ -28,7 +28,7 @@ from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.mtp import Mtp
 from draftsmith.models.drafters.p_eagle import PEagle
-from draftsmith.models.errors import UserError, library_errors
+from draftsmith.models.errors import UserError, errors_of, library_errors
 from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.target.identity import check_identity, identity
 from draftsmith.models.target.target import Target
@@ -128,7 +128,9 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
         if drafter.trainable() and not drafter.comes_with_target:
             raise UserError(f"drafter {str(name)!r} needs a checkpoint: give the directory of a trained one")
     else:
-        drafter = build_drafter(read_checkpoint(name, target), target)
+        checkpoint = read_checkpoint(name, target)
+        with errors_of(f"drafter {name}"):
+            drafter = build_drafter(checkpoint, target)
         mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
         parts = ("tokenizer_fingerprint", "template_hash")
         check_identity(f"drafter {name}", drafter.trained_for or {}, target, parts, mend)
@@ -162,7 +164,8 @@ def build_drafter(checkpoint: Checkpoint, target: Target) -> Drafter:
     """
     if checkpoint.kind not in DRAFTERS:
         raise UserError(
-            f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know"
+            f"this checkpoint holds a drafter of kind {checkpoint.kind!r}, which this version does not know: give one "
+            f"of {', '.join(DRAFTERS)}"
         )
     if OWN_EMBEDDING in checkpoint.tensors and not DRAFTERS[checkpoint.kind].can_embed:
         raise UserError(

@@ -104,6 +104,15 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
+def errors_of(what: str) -> Iterator[None]:
+    """Put the name of what is wrong before the line of any `UserError` that is raised inside and does not name it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
+@contextmanager
 def library_errors(what: str, mend: str) -> Iterator[None]:
     """Turn whatever a library raises inside, over files that anybody may have written, into one `UserError`.
 

@@ -36,6 +36,11 @@ def target_config_file(name: str | Path) -> Path:
     if os.path.isfile(name):
         raise UserError(f"{name} is a file: give a Hub name or a model directory, such as {Path(name).parent}")
     path = find_file(name, CONFIG)
+    if path is None and not os.path.isdir(name):
+        raise UserError(
+            f"no target at {name!r}, for it is no folder, and the Hub has none of this name or cannot be reached: give "
+            "a Hub name or a model directory"
+        )
     if path is None:
         raise UserError(f"no target at {name!r}, for there is no config.json: give a Hub name or a model directory")
     return path

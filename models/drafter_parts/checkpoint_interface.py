@@ -66,8 +66,8 @@ def check_same_shape(what: str, config: dict[str, Any], target: Target) -> None:
             recorded = config.get("target_hidden_size", recorded)
         if recorded != expected:
             raise UserError(
-                f"{what} was made for a target with {key} {recorded}, but {target.name} has {expected}: "
-                "use the target that it was trained on"
+                f"{what}: made for a target with {key} {recorded}, but {target.name} has {expected}: use the target "
+                "that it was trained on, or another drafter"
             )
 
 
@@ -86,7 +86,9 @@ def loaded(build: Callable[[], M], tensors: dict[str, Tensor], what: str) -> M:
         if own[name].shape != tensors[name].shape
     )
     if wrong:
-        raise UserError(f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}")
+        raise UserError(
+            f"{what}: tensors missing, unknown or of another shape: {', '.join(wrong[:6])}; take another copy"
+        )
     for name, tensor in own.items():
         if tensor.is_floating_point() != tensors[name].is_floating_point():
             raise UserError(f"{what}: {name} is of type {tensors[name].dtype}, which is not that of such a weight")

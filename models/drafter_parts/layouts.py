@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.config_fields import DFlashFields, EngineFields, LayoutFields, OwnFields
-from draftsmith.models.errors import UserError, library_errors
+from draftsmith.models.errors import UserError, errors_of, library_errors
 from draftsmith.models.model_files import CONFIG, drafter_config_file
 from draftsmith.models.ranges import checked_fields
 from draftsmith.models.reading import read_json_object
@@ -84,7 +84,8 @@ def read_checkpoint(name: str | Path, target: Target) -> Checkpoint:
         raise UserError(f"{name} has Hydra heads in their authors' layout, which is not read: train new ones (hydra)")
     tensors = _read_tensors(directory)
     check_finite(tensors.items(), f"drafter {name}")
-    return in_engine_layout(config, tensors, target)
+    with errors_of(f"drafter {name}"):
+        return in_engine_layout(config, tensors, target)
 
 
 def find_directory(name: str | Path) -> Path:

@@ -20,6 +20,7 @@ from draftsmith.models.fused.fused_layers import FusedDecoder
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.forward import context_of
 from draftsmith.models.slots.running_states import has_rule
 from draftsmith.models.slots.window import Window, chain_window
 from draftsmith.models.target.loading import is_multimodal, model_class_of, whole_of
@@ -30,6 +31,7 @@ RunOnSlots = Callable[[Tensor, Window, SlotCache], Tensor]  # new tokens [B, T] 
 SPARSE_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}  # the second one until transformers 5.20
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"} | SPARSE_LAYERS
 RECURRENT_LAYERS = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding", "recurrent"}
+OTHER_TARGET = "give another target (docs/targets.md lists those that are decoded here)"
 RUNNING_STATE = "carry a running state by a rule of their own, which cannot go back to the accepted branch of a draft"
 
 
@@ -59,7 +61,7 @@ def check_decoded(config: PretrainedConfig, name: str, of_weights: str | None = 
         raise UserError(
             f"target {name!r} cannot be decoded here: {reason}. To train for it, let an engine run it: prepare "
             "--endpoint URL, then train data.features=streamed data.features_endpoint=URL without evaluation.prompts, "
-            "or with evaluation.engine=URL; or give another target (docs/targets.md lists those that are decoded here)"
+            f"or with evaluation.engine=URL; or {OTHER_TARGET}"
         )
 
 
@@ -166,16 +168,20 @@ def check_decodes_exactly(
     if head_width != text_config.hidden_size:
         raise UserError(
             f"{family} cannot be decoded here: its head reads {head_width} values where its layers give "
-            f"{text_config.hidden_size}"
+            f"{text_config.hidden_size}; {OTHER_TARGET}"
+        )
+    if (context := context_of(text_config)) < NUM_READ + len(BRANCHES[0]):
+        raise UserError(
+            f"{family} cannot be decoded here: it reads {context} tokens at most, and a draft is tried behind "
+            f"{NUM_READ} of them; {OTHER_TARGET}"
         )
     token_ids = torch.arange(1, NUM_READ + len(PARENTS) + 2, device=model.device) % text_config.vocab_size
     text, drafts = token_ids[:NUM_READ], token_ids[NUM_READ:]
-    mend = "give another target (docs/targets.md lists those that are decoded here)"
     with short_windows(model, fused):
-        with library_errors(f"{family} cannot be decoded here: it does not decode on slots", mend):
+        with library_errors(f"{family} cannot be decoded here: it does not decode on slots", OTHER_TARGET):
             text_logits, tree_logits = logits(hidden_on_slots(run, text, drafts)).split([NUM_READ, len(drafts)])
         with (
-            library_errors(f"{family} cannot be decoded here: transformers does not compute it", mend),
+            library_errors(f"{family} cannot be decoded here: transformers does not compute it", OTHER_TARGET),
             eager_attention(model),
         ):
             branches = [torch.cat([text, drafts[columns]])[None] for columns in BRANCHES]
@@ -185,7 +191,7 @@ def check_decodes_exactly(
     if not difference < size * (1e-3 if model.dtype == torch.float32 else 0.1):
         raise UserError(
             f"{family} cannot be decoded here: on slots its logits differ from those of transformers' eager attention "
-            f"by {difference / size:.1e} of their size, in its layers or in its head"
+            f"by {difference / size:.1e} of their size, in its layers or in its head; {OTHER_TARGET}"
         )
 
 

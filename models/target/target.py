@@ -416,7 +416,9 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     num_layers = num_layers_of(model.config.get_text_config())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
-        raise UserError(f"{type(model).__name__} cannot be served: its decoder layers are not one list of {num_layers}")
+        raise UserError(
+            f"{type(model).__name__} cannot be decoded: its layers are not a list of {num_layers}; give another target"
+        )
     return lists[0]
 
 

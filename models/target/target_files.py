@@ -67,7 +67,9 @@ def read_config(name: str | Path) -> PretrainedConfig:
         for part in (config, text):
             vars(part).pop(QUANTISATION, None)
     if config.is_encoder_decoder:
-        raise UserError(f"target {str(name)!r} is an encoder-decoder; draftsmith drafts for decoder-only models")
+        raise UserError(
+            f"target {str(name)!r} is an encoder-decoder, and drafters are made for decoders alone: give another target"
+        )
     return config
 
 
@@ -80,9 +82,8 @@ def common_field(config: PretrainedConfig, name: str) -> Any:
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    with library_errors(
-        f"the tokenizer of {str(name)!r} does not load", "give a model whose tokenizer files are whole"
-    ):
+    mend = "give a model whose tokenizer files, such as tokenizer.json, are whole"
+    with library_errors(f"the tokenizer of {str(name)!r} does not load", mend):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 

@@ -27,21 +27,23 @@ from draftsmith.models.reading import read_typed
 from draftsmith.models.sealed_json import read_sealed, write_sealed
 from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.auto.budget import FEWEST_STEPS, AutoPlan, make_plan, recipe_of_auto
+from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
 from draftsmith.recipes.auto.race import LOOKUPS, decided, run_rung, why_over
 from draftsmith.recipes.auto.score import LONGEST, Score, ServingLoad, measure_score, plain_speedup
 from draftsmith.recipes.auto.service_level import fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
-from draftsmith.recipes.auto.traffic import DividedPrompts, divide
+from draftsmith.recipes.auto.traffic import DividedPrompts, divide, longest_prompt
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
-from draftsmith.recipes.engine_rules.loader_rules import is_served
+from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
+from draftsmith.recipes.serving.export import why_not_served
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name
@@ -62,6 +64,7 @@ class Auto:
 
     def __init__(self, settings: AutoSettings, console: Console) -> None:
         self.settings, self.console, self.out = settings, console, settings.out
+        self.kinds = served_kinds(settings)
         self.target = load_target(settings.target or str(EMBEDDED_TARGET), settings.device)
         self.prompts = DividedPrompts(self.out / "prompts")
         self.state = self.earlier() or self.begin()
@@ -92,19 +95,15 @@ class Auto:
         return state
 
     def begin(self) -> AutoState:
-        """Look at the traffic, and at what the time allows."""
+        """Look at what can race, at the traffic, and at what the time allows."""
         settings, target = self.settings, self.target
-        longest = target.context - settings.max_new_tokens
+        longest = longest_prompt(target, settings.max_new_tokens)
+        drafters = new_contenders(self.kinds, target, settings.engine)
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.prompts)
         training = read_prompts(self.prompts.training)
         self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
-        plan = make_plan(target, training, self.kinds(), settings.budget)
+        plan = make_plan(target, training, drafters, settings.budget)
         return self.save(AutoState(asked(settings), traffic, plan, [], []))
-
-    def kinds(self) -> list[str]:
-        """Return the kinds that race, those that the engine serves where one is named."""
-        engine = self.settings.engine
-        return [kind for kind in self.settings.kinds if engine is None or is_served(kind, engine)]
 
     def save(self, state: AutoState) -> AutoState:
         """Write what was found so far."""
@@ -116,8 +115,6 @@ class Auto:
 
     def answer(self) -> None:
         """Let the target answer the prompts to train on."""
-        if not self.state.plan.step_seconds:
-            return
         chosen = self.out / "prompts" / "answered.jsonl"
         if not chosen.is_file():
             write_prompts(chosen, read_prompts(self.prompts.training)[: self.state.plan.num_answers])
@@ -197,7 +194,7 @@ class Auto:
     def export_fastest(self, fastest: list[Evaluation]) -> None:
         """Export the fastest that pays, within the SLA, and that the engine serves; say so where there is none."""
         engine, out = self.settings.engine or "vllm", self.out / "export"
-        served = [evaluation for evaluation in fastest if is_served(evaluation.drafter_kind, engine)]
+        served = [evaluation for evaluation in fastest if self.is_exportable(evaluation, engine)]
         chosen = next((evaluation for evaluation in served if any(row.pays for row in evaluation.results)), None)
         if chosen is None:
             self.console.print(f"{engine} serves none of those that pay: nothing is exported")
@@ -206,6 +203,13 @@ class Auto:
         else:
             exported = ExportSettings(target=self.target.name, checkpoint=chosen.drafter, engine=engine, out=out)
             export(exported, self.target, self.console, chosen)
+
+    def is_exportable(self, measured: Evaluation, engine: str) -> bool:
+        """Return whether an engine serves what was measured, for this target too where it was trained."""
+        if not is_served(measured.drafter_kind, engine):
+            return False
+        is_trained = measured.drafter_kind not in TRAINING_FREE
+        return not is_trained or why_not_served(load_drafter(measured.drafter, self.target), engine) is None
 
     def with_more_time(self) -> list[str]:
         """Return what more training would bring to the winner, if there is one."""
@@ -286,8 +290,6 @@ def asked(settings: AutoSettings) -> str:
 def plan_lines(plan: AutoPlan) -> list[str]:
     """Return the plan in words."""
     steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
-    if not plan.step_seconds:
-        return ["no kind races: the engine serves none of them, so lookups are measured alone"]
     least = plan.least_seconds / 3600
     too_small = (
         f"--budget {plan.hours:g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.certify import CertifySettings
-from draftsmith.models import Target, load_drafter
+from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.recipes.auto.traffic import MOST
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     MOST_STORED,
     fastest_num_threads,
-    new_drafter,
     stored_bytes,
     time_step,
     timed_samples,
@@ -65,7 +64,7 @@ class AutoPlan:
 
 def num_rungs(num_kinds: int) -> int:
     """Return after how many halvings one kind is left; one kind alone has a rung, too."""
-    return max(1, math.ceil(math.log2(num_kinds))) if num_kinds else 0
+    return max(1, math.ceil(math.log2(num_kinds)))
 
 
 def recipe_of_auto(kind: str, small: bool) -> TrainConfig:
@@ -75,19 +74,23 @@ def recipe_of_auto(kind: str, small: bool) -> TrainConfig:
     return config
 
 
-def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: float) -> AutoPlan:
-    """Time a batch of answers, decoded prompts and a few steps of each kind, and divide the time."""
-    seconds, small = 3600 * hours, target.hidden_size < SMALL_TARGET
+def target_is_small(target: Target) -> bool:
+    """Return whether a target takes the quickstart's recipes."""
+    return target.hidden_size < SMALL_TARGET
+
+
+def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter], hours: float) -> AutoPlan:
+    """Time a batch of answers, decoded prompts and a few steps of new drafters of each kind, and divide the time."""
+    seconds, small = 3600 * hours, target_is_small(target)
     first = prompts[: ANSWERS.batch_size]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     samples, batch_seconds = timed_samples(plain, first)
     answer_seconds = batch_seconds / len(first)
     num_threads, per_token = fastest_num_threads(plain, first[:TIMED_PROMPTS])
-    recipes = {kind: recipe_of_auto(kind, small) for kind in kinds}
-    drafters = {kind: new_drafter(recipe, target) for kind, recipe in recipes.items()}
+    recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
-    feature_seconds = max((times[kind].features / recipes[kind].data.batch_size for kind in kinds), default=0.0)
+    feature_seconds = max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
     num_answers = min(len(prompts), max(len(first), int(ANSWER_SHARE * seconds / (answer_seconds + feature_seconds))))
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
     step_seconds = {
@@ -101,13 +104,13 @@ def make_plan(target: Target, prompts: list[Prompt], kinds: list[str], hours: fl
         num_answers=num_answers,
         num_threads=num_threads,
         step_seconds=step_seconds,
-        stored_layers=layers if in_store and kinds else None,
-        rung_seconds=RACE_SHARE * seconds / max(1, num_rungs(len(kinds))),
+        stored_layers=layers if in_store else None,
+        rung_seconds=RACE_SHARE * seconds / num_rungs(len(drafters)),
         final_seconds=FINAL_SHARE * seconds,
         measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificates) / 60,
         target_is_small=small,
         least_seconds=len(first) * (answer_seconds + feature_seconds)
-        + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values(), default=0.0)),
+        + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
 
 

@@ -75,6 +75,17 @@ class DividedPrompts:
         return self.folder / "test.jsonl"
 
 
+def longest_prompt(target: Target, max_new_tokens: int) -> int:
+    """Return the most tokens of a prompt that leave room for an answer. Raises `UserError` where there is no room."""
+    longest = target.context - max_new_tokens
+    if longest < 1:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt, for {target.name} reads {target.context} "
+            "tokens at most: give less, or a target with a longer context"
+        )
+    return longest
+
+
 def divide(source: str, target: Target, longest: int, keeps_personal: bool, divided: DividedPrompts) -> TrafficSummary:
     """Write the prompts of a source in three parts that share none, by their beginnings alone, and describe them.
 
@@ -84,28 +95,26 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
     unique = deduplicate(logged_prompts(source)) if is_log(source) else read_unique(source, False, BadRows(0.0))
     split = split_prompts(unique, HELD_OUT_SHARE) if len(unique) >= 2 * FEWEST else Split(unique, [])
     masked = {id(prompt) for part in (split.train, split.held_out) for prompt in part if mask(prompt) != prompt}
-    kept, lengths, num_too_long, num_unfit = [], [], 0, 0
+    kept: list[list[Prompt]] = []
+    lengths: list[int] = []
+    unfit: list[str] = []
+    num_too_long = 0
     for part in (split.train, split.held_out):
-        fitting = []
-        for prompt in part:
-            number = len(encode(prompt, target))
-            if number == 0:
-                num_unfit += 1
-                continue
-            if number > longest:
-                num_too_long += 1
-                continue
-            lengths.append(number)
-            fitting.append(prompt if keeps_personal else mask(prompt))
-        kept.append(fitting)
+        encoded, reasons = encode_fitting(part, target)
+        fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) <= longest]
+        unfit += reasons
+        num_too_long += len(encoded) - len(fitting)
+        lengths += [len(ids) for _, ids in fitting]
+        kept.append([prompt if keeps_personal else mask(prompt) for prompt, _ in fitting])
     training, held_out = kept
     held_out.sort(key=prompt_hash)
     racing, test = held_out[: 2 * MOST : 2], held_out[1 : 2 * MOST : 2]
     if min(len(racing), len(test)) < FEWEST:
-        unfit = f", beside {num_unfit} that cannot be answered here," if num_unfit else ""
+        left_out = why_left_out(num_too_long, unfit, longest, target)
+        beside = f", beside {left_out}," if left_out else ""
         raise UserError(
-            f"--traffic {source}: {len(training) + len(held_out)} different prompts of at most {longest} tokens{unfit} "
-            f"are too few to hold {2 * FEWEST} out: give about {round(2 * FEWEST / HELD_OUT_SHARE)} or more"
+            f"--traffic {source}: {len(training) + len(held_out)} different prompts{beside} are too few to "
+            f"hold {2 * FEWEST} out: give about {round(2 * FEWEST / HELD_OUT_SHARE)} or more"
         )
     for path, prompts in ((divided.training, training), (divided.racing, racing), (divided.test, test)):
         write_prompts(path, prompts)
@@ -120,8 +129,21 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
         mean_tokens=sum(lengths) / len(lengths),
         chats=sum(prompt.messages is not None for prompt in everything) / len(everything),
         domains=dict(Counter(prompt.domain for prompt in everything).most_common()),
-        num_unfit=num_unfit,
+        num_unfit=len(unfit),
     )
+
+
+def why_left_out(num_too_long: int, unfit: list[str], longest: int, target: Target) -> str:
+    """Return in words which prompts are left out, and why: too long ones, and others, of which each has a reason."""
+    parts = []
+    if num_too_long:
+        parts.append(
+            f"{num_too_long} of more than {longest} tokens (all that --max-new-tokens leaves of the {target.context} "
+            f"that {target.name} reads: give less for longer prompts)"
+        )
+    if unfit:
+        parts.append(f"{len(unfit)} that cannot be answered here (the first: {unfit[0]})")
+    return " and ".join(parts)
 
 
 def is_log(source: str) -> bool:
@@ -138,16 +160,29 @@ def logged_prompts(source: str) -> list[Prompt]:
     return prompts
 
 
+def encode_fitting(prompts: list[Prompt], target: Target) -> tuple[list[tuple[Prompt, list[int]]], list[str]]:
+    """Return the prompts that can be answered here with their token ids, and why each of the others cannot be."""
+    encoded, unfit = [], []
+    for prompt in prompts:
+        try:
+            encoded.append((prompt, encode(prompt, target)))
+        except UserError as error:
+            unfit.append(str(error))
+    return encoded, unfit
+
+
 def encode(prompt: Prompt, target: Target) -> list[int]:
-    """Return the token ids of a prompt; none for one that cannot be answered here, which must not stop the others."""
-    try:
-        check_not_rendered(prompt, target)
-        ids = tokenise(prompt, target)
-        check_bos(ids, target, prompt.where)
-        check_token_ids(ids, target, prompt.where)
-    except UserError:
-        return []
-    return [] if prompt.image_urls else ids
+    """Return the token ids of a prompt. Raises `UserError` for one that cannot be answered here."""
+    where = prompt.where or "a prompt"
+    if prompt.image_urls:
+        raise UserError(f"{where} holds images: give text alone")
+    check_not_rendered(prompt, target)
+    ids = tokenise(prompt, target)
+    check_bos(ids, target, where)
+    check_token_ids(ids, target, where)
+    if not ids:
+        raise UserError(f"{where} is empty: give a text")
+    return ids
 
 
 def mask(prompt: Prompt) -> Prompt:

@@ -277,6 +277,7 @@ def after_interruption(call: Call | None) -> str:
 
 def run(call: Call) -> None:
     """Run one command. Its mistakes are told before torch is imported, which takes seconds."""
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # it warns of every try to reach the Hub
     call.settings.refuse_mistakes()
     from draftsmith.data.console import shared_console
     from draftsmith.data.progress import waiting

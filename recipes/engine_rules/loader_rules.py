@@ -212,9 +212,13 @@ def rules_for(engine: str, kind: str) -> LoaderRules:
     """Return the rules of an engine for a kind of drafter. Raises `UserError` with the reason where it serves none."""
     rules = LOADER_RULES.get((engine, kind))
     if rules is None:
-        reason = UNSERVED.get((engine, kind)) or WHY_NO_OTHERS.get(engine, f"{engine} serves no {kind} drafters")
-        raise UserError(f"{reason}; export for another engine, or train another kind")
+        raise UserError(f"{why_unserved(engine, kind)}; export for another engine, or train another kind")
     return rules
+
+
+def why_unserved(engine: str, kind: str) -> str:
+    """Return why an engine serves no drafters of a kind."""
+    return UNSERVED.get((engine, kind)) or WHY_NO_OTHERS.get(engine, f"{engine} serves no {kind} drafters")
 
 
 # --- names of directories and on the Hub

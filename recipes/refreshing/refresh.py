@@ -25,7 +25,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, p
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
-from draftsmith.recipes.auto.traffic import FEWEST
+from draftsmith.recipes.auto.traffic import FEWEST, longest_prompt
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
@@ -62,15 +62,18 @@ def run(settings: RefreshSettings, console: Console) -> None:
     if settings.rollback:
         roll_back(settings, console)
         return
-    serving = Champions(settings.out).serving
-    if settings.drafter and serving is not None:
+    serving, state = Champions(settings.out).serving, read_state(settings.out)
+    if serving is None and settings.drafter is None:
+        raise UserError(f"{settings.out} holds no champion yet: give the one that serves now by --drafter CHECKPOINT")
+    if settings.drafter and state.rounds:
         notice(f"champion {serving} serves already; --drafter is of the first call and has no effect")
-    state = read_state(settings.out)
     name = settings.target or (state.rounds[-1].target if state.rounds else str(EMBEDDED_TARGET))
     target = load_target(name, settings.device)
     if settings.follow is None:
         one_round(settings, target, console)
         return
+    with locked(settings.out):
+        Refresh(settings, target, console)  # raises here what no other traffic would mend
     while True:
         try:
             one_round(settings, target, console)
@@ -110,8 +113,11 @@ class Refresh:
         self.settings, self.target, self.console, self.out = settings, target, console, settings.out
         self.champions, self.window = Champions(self.out), Window(self.out / "prompts")
         self.state = read_state(self.out)
-        if self.champions.serving is None:
+        self.longest = longest_prompt(target, settings.max_new_tokens)
+        if (serving := self.champions.serving) is None:
             self.champions.begin(self.first_champion())
+        else:
+            load_drafter(self.champions.path(serving), target)  # raises where it does not go with the target
 
     def run(self) -> None:
         """Finish the round that an earlier call began, or make one of the new prompts."""
@@ -162,8 +168,7 @@ class Refresh:
 
     def first_champion(self) -> Drafter:
         """Return the drafter that was given. Raises `UserError` where it cannot be trained on."""
-        if self.settings.drafter is None:
-            raise UserError(f"{self.out} holds no champion yet: give the one that serves now by --drafter CHECKPOINT")
+        assert self.settings.drafter is not None
         drafter = load_drafter(self.settings.drafter, self.target)
         if not drafter.trainable() or drafter.config.changes_target:
             raise UserError(
@@ -201,8 +206,7 @@ class Refresh:
         if source is None and not (self.target_is_new and kept):
             raise UserError("--traffic: give new prompts; only a new target is tried on those that are kept")
         new, taken = read_new(source, self.state.taken.get(source)) if source else ([], None)
-        longest = self.target.context - self.settings.max_new_tokens
-        split, counts = clean(new, self.target, longest, self.settings.keep_personal_data)
+        split, counts = clean(new, self.target, self.longest, self.settings.keep_personal_data)
         prompts = number if split.train else kept[-1] if kept and self.target_is_new else None
         if prompts is None and not counts.is_noise:
             self.console.print(f"{counts.text}: too few for a round, so they wait for more")

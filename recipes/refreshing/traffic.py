@@ -16,7 +16,16 @@ from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, spli
 from draftsmith.inference.measuring.measure import pick_prompts
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
-from draftsmith.recipes.auto.traffic import FEWEST, HELD_OUT_SHARE, encode, is_log, logged_prompts, mask
+from draftsmith.models.errors import UserError
+from draftsmith.recipes.auto.traffic import (
+    FEWEST,
+    HELD_OUT_SHARE,
+    encode_fitting,
+    is_log,
+    logged_prompts,
+    mask,
+    why_left_out,
+)
 
 # Bits a byte. Random printable characters take 6.6 or more whatever the target is, and text that it hardly knows 5.5.
 NOISE_BITS = 6.0
@@ -98,18 +107,24 @@ def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: b
     """Return new prompts divided by their beginnings alone, so that a prompt is on one side in all rounds; with counts.
 
     Left out are prompts that equal others, have more than `longest` tokens, or are noise; of many, some are drawn.
-    Nothing is left of a round that is mostly noise, or too small to be judged on.
+    Nothing is left of a round that is mostly noise, or too small to be judged on. Raises `UserError` where there are
+    prompts enough for a round and this target can answer none of them: to wait for more would not help.
     """
     unique = pick_prompts(deduplicate(prompts), MOST_PROMPTS)
     masked = unique if keeps_personal else [mask(prompt) for prompt in unique]
-    encoded = [(prompt, ids) for prompt in masked if (ids := encode(prompt, target))]
+    encoded, unfit = encode_fitting(masked, target)
     fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) <= longest]
+    if not fitting and len(unique) >= 2 * FEWEST:
+        left_out = why_left_out(len(encoded), unfit, longest, target)
+        raise UserError(
+            f"--traffic: none of {len(unique)} new prompts can be answered, {left_out}: give others, or another target"
+        )
     bits = bits_per_byte([ids for _, ids in fitting], target)
     kept = [prompt for (prompt, _), bits_of_prompt in zip(fitting, bits, strict=True) if bits_of_prompt <= NOISE_BITS]
     counts = TrafficCounts(
         num_new=len(unique),
         num_masked=sum(before != after for before, after in zip(unique, masked, strict=True)),
-        num_unfit=len(unique) - len(encoded),
+        num_unfit=len(unfit),
         num_too_long=len(encoded) - len(fitting),
         num_noise=len(fitting) - len(kept),
     )

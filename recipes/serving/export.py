@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.processes import locked
-from draftsmith.models import CHANGED_TARGET, Checkpoint, Target, build_drafter, checkpoint_of, read_checkpoint
+from draftsmith.models import (
+    CHANGED_TARGET,
+    Checkpoint,
+    Drafter,
+    Target,
+    build_drafter,
+    checkpoint_of,
+    read_checkpoint,
+)
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
 from draftsmith.recipes.engine_rules.engine_key_names import DTYPES
@@ -102,6 +110,18 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
     write_files(files, engine, folder, target)
     check_round_trip(source, folder, target)
     return Exported(folder, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
+
+
+def why_not_served(drafter: Drafter, engine: str) -> str | None:
+    """Return why an engine would not serve a trained drafter for its target as it is exported; None where it would."""
+    try:
+        rules_for(engine, drafter.kind)
+        if not drafter.served_in_target:
+            files = checkpoint_of(drafter, torch.bfloat16)
+            check_files(engine, adapt(files, engine, drafter.target), drafter.target)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def is_training_free(checkpoint: str | Path) -> bool:

@@ -35,7 +35,11 @@ TRAFFIC = {
     "good.log": ("\n".join(map(LOG.format, range(120))), "it goes on", "it goes on"),
     "few.jsonl": (lines(GOOD[:10]), "too few to hold 16 out: give about 80", "wait for more"),
     "alike.jsonl": (lines(GOOD[:1] * 100), "1 different prompts .* too few", "wait for more"),
-    "long.jsonl": (lines([{"prompt": f"{i} " + "iron " * 400} for i in range(90)]), "too few", "90 too long"),
+    "long.jsonl": (
+        lines([{"prompt": f"{i} " + "iron " * 400} for i in range(90)]),
+        "too few",
+        "90 of more than 112 tokens",
+    ),
     "cut.jsonl": (lines(GOOD)[:-9], "line 120 is not JSON", "it goes on"),
     "other.jsonl": (
         lines([{"text": 3}] * 90),
