@@ -1,20 +1,23 @@
 """Predicted against measured speedup, at settings that the cost model was not fitted on, for every kind of drafter.
 
-    python benchmarks/cost_model.py FOLDER [--thread-time] [--kinds ...] [--batches ...] [--contexts ...]
+    python benchmarks/cost_model.py FOLDER [--thread-time] [--kinds ...] [--settings N]
 
-Costs of each drafter are fitted once, as `evaluate` does; then chains and trees are measured beside plain decoding at
-each batch size, context and draft length, and each row is given its `predicted_speedup`. A fit knows other contexts
-than those, and draft lengths that are powers of 2. Costs do not depend on what a drafter has learned: trained kinds are
-used as they are made, and hardly anything of theirs is accepted. Lookups and cascades accept what they find in real
-text. FOLDER keeps costs and rows: give the same command again to go on.
+Costs of each drafter are fitted once, as `evaluate` does. Then settings are drawn for each drafter from all batch
+sizes, contexts, chains and trees, the same ones in each run. Each is decoded in turns with plain decoding, and is
+given its `predicted_speedup`. A fit knows other contexts than those, and draft lengths that are powers of 2. Costs do
+not depend on what a drafter has learned: trained kinds are used as they are made, and hardly anything of theirs is
+accepted. Lookups and cascades accept what they find in real text. FOLDER keeps costs and rows: give the same command
+again to go on.
 `--thread-time` counts the time of the computing thread instead of the wall's, for a machine that does other things too.
 """
 
 import argparse
+import itertools
 import json
+import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import matplotlib
@@ -46,7 +49,8 @@ KINDS = (
     *("ngram", "suffix", "suffix+medusa", "suffix+eagle3"),
 )
 TREE_NODES, TREE_DEPTH = 16, 4
-NEW_TOKENS, BATCHES_TIMED, REPEATS = 24, 4, 3
+BATCHES, CONTEXTS, LENGTHS = (1, 2, 4, 8), (32, 128, 360), (3, 5, 7)
+NEW_TOKENS, BATCHES_TIMED, REPEATS = 24, 12, 2
 
 
 @dataclass(frozen=True)
@@ -104,25 +108,51 @@ def texts_of(target: Target, context: int, count: int) -> PromptSet:
     return PromptSet(f"context {context}", texts)
 
 
-def drafts_of(drafters: dict[str, Drafter], lengths: list[int]) -> Iterator[tuple[str, MeasureSettings, list[str]]]:
-    """Yield each draft with its settings and the drafters that can make it."""
-    for length in lengths:
-        able = [name for name, one in drafters.items() if (one.max_draft_length or length) >= length]
-        yield f"chain of {length}", MeasureSettings(draft=length), able
-    tree = MeasureSettings(draft=usual_tree(TREE_NODES, TREE_DEPTH))
-    deep = [name for name, one in drafters.items() if one.can_branch and (one.max_draft_length or 9) >= TREE_DEPTH]
-    yield f"tree of {TREE_NODES}", tree, deep
+@dataclass(frozen=True)
+class DrawnSetting:
+    """A batch size, a context and a draft, in whose place 0 stands for the tree."""
+
+    batch: int
+    context: int
+    length: int
+
+    @property
+    def draft(self) -> str:
+        return f"chain of {self.length}" if self.length else f"tree of {TREE_NODES}"
+
+    @property
+    def measured(self) -> MeasureSettings:
+        draft = self.length or usual_tree(TREE_NODES, TREE_DEPTH)
+        return MeasureSettings(draft=draft, batch_size=self.batch, max_new_tokens=NEW_TOKENS, repeats=REPEATS)
 
 
-def compared(name: str, draft: str, context: int, row: Result) -> ComparedSetting | None:
-    """Return a row with its prediction; None where nothing was drafted."""
+def drawn_settings(name: str, drafter: Drafter, count: int) -> list[DrawnSetting]:
+    """Return settings of a drafter, drawn by its name; all batch sizes and contexts occur about equally often."""
+    most = drafter.max_draft_length or max(LENGTHS)
+    lengths = [length for length in LENGTHS if length <= most]
+    if drafter.can_branch and most >= TREE_DEPTH:
+        lengths.append(0)
+    chance = random.Random(name)
+    places = list(itertools.product(BATCHES, CONTEXTS))
+    drawn: list[DrawnSetting] = []
+    while len(drawn) < min(count, len(places) * len(lengths)):
+        chance.shuffle(places)
+        for batch, context in places:
+            setting = DrawnSetting(batch, context, chance.choice(lengths))
+            if setting not in drawn:
+                drawn.append(setting)
+    return drawn[:count]
+
+
+def compared(name: str, setting: DrawnSetting, row: Result) -> ComparedSetting:
+    """Return a row with its prediction. Raises `ValueError` where nothing was drafted."""
     if row.predicted_speedup is None:
-        return None
+        raise ValueError(f"{name} drafted nothing: {setting}")
     return ComparedSetting(
         name,
-        draft,
-        row.setting.batch_size,
-        context,
+        setting.draft,
+        setting.batch,
+        setting.context,
         row.tokens_a_round,
         row.predicted_speedup,
         row.predicted_speedup_ci95,
@@ -143,28 +173,22 @@ def costs_of(name: str, drafter: Drafter, target: Target, folder: Path, reach: C
 
 def measure_all(args: argparse.Namespace, target: Target) -> list[ComparedSetting]:
     """Measure what is not in the folder yet, and return all rows in it."""
-    drafters = {name: drafter_named(name, target, args.folder) for name in args.kinds}
-    reach = CostRange(max(args.batches), max(args.contexts), 8, TREE_NODES, args.seconds)
-    costs = {name: costs_of(name, drafter, target, args.folder, reach) for name, drafter in drafters.items()}
+    reach = CostRange(max(BATCHES), max(CONTEXTS), 8, TREE_NODES, args.seconds)
     path = args.folder / "rows.jsonl"
     rows = [ComparedSetting(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
     done = {(row.drafter, row.draft, row.batch, row.context) for row in rows}
-    for context in args.contexts:
-        for batch in args.batches:
-            prompts = texts_of(target, context, BATCHES_TIMED * batch)
-            for draft, settings, names in drafts_of(drafters, args.lengths):
-                chosen = {name: drafters[name] for name in names if (name, draft, batch, context) not in done}
-                if not chosen:
-                    continue
-                timed = replace(settings, batch_size=batch, max_new_tokens=NEW_TOKENS, repeats=REPEATS)
-                measured = measure(target, chosen, prompts, timed)
-                new = [
-                    compared(name, draft, context, with_prediction(row, costs[name])) for name, row in measured.items()
-                ]
-                with path.open("a") as file:
-                    file.writelines(json.dumps(asdict(row)) + "\n" for row in new if row)
-                rows += [row for row in new if row]
-                print(f"context {context}, batch {batch}, {draft}: {len(chosen)} drafters", flush=True)
+    for name in args.kinds:
+        drafter = drafter_named(name, target, args.folder)
+        costs = costs_of(name, drafter, target, args.folder, reach)
+        for setting in drawn_settings(name, drafter, args.settings):
+            if (name, setting.draft, setting.batch, setting.context) in done:
+                continue
+            prompts = texts_of(target, setting.context, BATCHES_TIMED * setting.batch)
+            measured = measure(target, {name: drafter}, prompts, setting.measured)
+            rows.append(compared(name, setting, with_prediction(measured[name], costs)))
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(rows[-1])) + "\n")
+            print(line_of(rows[-1]), flush=True)
     return rows
 
 
@@ -175,9 +199,7 @@ def table(rows: list[ComparedSetting]) -> list[str]:
     """Return a line for each setting, then summaries by drafter, draft, batch size and context, and of all."""
     heads = f"{'batch':>5} {'context':>7} {'tokens':>6} {'predicted':>9} {'measured':>8} {'error':>7}"
     lines = [f"{'drafter':<15} {'draft':<11} {heads}"]
-    for row in sorted(rows, key=lambda row: (row.drafter, row.draft, row.context, row.batch)):
-        numbers = f"{row.tokens_a_round:>6.2f} {row.predicted:>9.2f} {row.measured:>8.2f} {row.error:>+7.1%}"
-        lines.append(f"{row.drafter:<15} {row.draft:<11} {row.batch:>5} {row.context:>7} {numbers}")
+    lines += map(line_of, sorted(rows, key=lambda row: (row.drafter, row.draft, row.context, row.batch)))
     parts: list[Callable[[ComparedSetting], str]] = [
         lambda row: row.drafter,
         lambda row: row.draft,
@@ -190,6 +212,12 @@ def table(rows: list[ComparedSetting]) -> list[str]:
         for name in dict.fromkeys(map(part, rows)):
             lines.append(summary(name, [row for row in rows if part(row) == name]))
     return lines
+
+
+def line_of(row: ComparedSetting) -> str:
+    numbers = f"{row.tokens_a_round:>6.2f} {row.predicted:>9.2f} {row.measured:>8.2f} {row.error:>+7.1%}"
+    reach = "" if row.measured_ci95 is None else " [{:.2f}, {:.2f}]".format(*row.measured_ci95)
+    return f"{row.drafter:<15} {row.draft:<11} {row.batch:>5} {row.context:>7} {numbers}{reach}"
 
 
 def summary(name: str, rows: list[ComparedSetting]) -> str:
@@ -222,9 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[32, 128, 360])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[3, 5, 7])
+    parser.add_argument("--settings", type=int, default=12, help="of each drafter")
     parser.add_argument("--seconds", type=float, default=20, help="of measuring costs, about, for each drafter")
     parser.add_argument("--thread-time", action="store_true")
     args = parser.parse_args()

@@ -9,11 +9,10 @@ than hidden size / heads, eight layers). Drafters train for a few steps: agreeme
 import functools
 import json
 import os
-import socket
+import shutil
 import subprocess
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_target import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from vllm_process import serving
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.http import Server
@@ -30,7 +30,7 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
-from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.decoding.schedule import Schedule, for_vllm
 from draftsmith.inference.measuring.certify import texts_check
 from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
@@ -63,11 +63,14 @@ TRAINED = [kind for kind in ("draft_model", "eagle", "eagle3", "p_eagle", "dflas
 
 
 @pytest.fixture(scope="module")
-def venv() -> Path:
+def venv() -> Iterator[Path]:
+    """The environment whose vLLMs compute in the process that asks them, which starts in half the time."""
     path = os.environ.get("DRAFTSMITH_VLLM")
     if not path:
         pytest.skip("DRAFTSMITH_VLLM names no environment with vLLM")
-    return Path(path)
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield Path(path)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,20 @@ def held_out(target: Target) -> list[list[int]]:
     return encode_prompts(prompts_for(target, held_out=True)[:NUM_PROMPTS], target)
 
 
+@pytest.fixture(scope="module")
+def served(target: Target, samples: Path, folder: Path) -> Callable[[str], Path]:
+    """Return the export of a drafter of a kind, which is trained when it is first asked for."""
+
+    @functools.cache
+    def made(kind: str) -> Path:
+        name = kind.replace("eagle", "e")  # vLLM reads methods from paths
+        out = folder / f"out-{name}"
+        export_checkpoint(train_briefly(kind, target, samples, folder / f"run-{name}"), "vllm", target, out)
+        return out
+
+    return made
+
+
 def train_briefly(kind: str, target: Target, samples: Path, run: Path, **fields: Any) -> Path:
     """A checkpoint after a few steps of the quickstart's recipe."""
     config = RECIPES[f"quickstart_{kind}"]()
@@ -128,19 +145,15 @@ def test_vllm_accepts_what_we_accept(
     kind: str,
     venv: Path,
     target: Target,
-    samples: Path,
+    served: Callable[[str], Path],
     held_out: list[list[int]],
-    folder: Path,
     reports: list[EngineReport],
 ) -> None:
     drafter: Drafter
     if kind == "ngram":
         drafter, settings = Ngram(NgramConfig(occurrence="earliest")), NGRAM
     else:
-        checkpoint = train_briefly(kind, target, samples, folder / f"run-{kind.replace('eagle', 'e')}")
-        out = folder / f"out-{kind.replace('eagle', 'e')}"
-        export_checkpoint(checkpoint, "vllm", target, out)
-        drafter, settings = load_drafter(out, target), speculative_config(kind, str(out), 4)
+        drafter, settings = load_drafter(served(kind), target), speculative_config(kind, str(served(kind)), 4)
     report = check_engine(str(venv), settings, drafter, target, held_out, MAX_NEW_TOKENS)
     reports.append(report)
     assert_agreement(report)
@@ -148,21 +161,18 @@ def test_vllm_accepts_what_we_accept(
 
 @pytest.mark.parametrize("kind", [kind for kind in ("eagle3", "draft_model", "medusa") if kind in TRAINED])
 def test_sampled_texts_are_the_targets_and_as_many_tokens_are_accepted(
-    kind: str, venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+    kind: str, venv: Path, target: Target, served: Callable[[str], Path], held_out: list[list[int]]
 ) -> None:
     """At temperature 1. vLLM accepts a token that it drafted as the likeliest, as `one_hot` does.
 
     As a control, the same texts are not those of a target at another temperature.
     """
-    out = folder / f"out-{kind.replace('eagle', 'e')}"
-    if not out.is_dir():
-        export_checkpoint(train_briefly(kind, target, samples, folder / f"sampled-{kind[-5:]}"), "vllm", target, out)
     prompts = held_out * 4
-    settings = speculative_config(kind, str(out), 4)
+    settings = speculative_config(kind, str(served(kind)), 4)
     run = run_environment(venv, settings, target, prompts, MAX_NEW_TOKENS, MENDED, temperature=1.0)
     assert texts_check(target, prompts, run.token_ids, Sampling(1.0)).p_value > 1e-4
     assert texts_check(target, prompts, run.token_ids, Sampling(0.9)).p_value < 1e-4
-    decoder = SpeculativeDecoder(target, load_drafter(out, target))
+    decoder = SpeculativeDecoder(target, load_drafter(served(kind), target))
     generation = resolve_settings(decoder.drafter, Sampling(1.0), MAX_NEW_TOKENS, 4, "one_hot")
     ours = decoder.decode(prompts, generation, batch_size=16).stats.total
     theirs = run.counters
@@ -293,12 +303,10 @@ def test_speculators_directory_is_served(
 
 
 def test_a_wrong_layer_is_seen(
-    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+    venv: Path, target: Target, served: Callable[[str], Path], held_out: list[list[int]], folder: Path
 ) -> None:
     """The check has teeth: a directory whose layer ids are one off is served without a word, and found out."""
-    checkpoint = train_briefly("eagle3", target, samples, folder / "run-wrong")
-    out = folder / "out-wrong"
-    export_checkpoint(checkpoint, "vllm", target, out)
+    out = Path(shutil.copytree(served("eagle3"), folder / "out-wrong"))
     drafter = load_drafter(out, target)
     config = json.loads((out / "config.json").read_text())
     ids = config["eagle_aux_hidden_state_layer_ids"]
@@ -357,45 +365,59 @@ def test_tensors_that_do_not_fit(
 
 
 def test_watching_a_running_server(
-    venv: Path, target: Target, held_out: list[list[int]], folder: Path, capsys: pytest.CaptureFixture[str]
+    target: Target, held_out: list[list[int]], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`draftsmith watch` and `--check URL` on a real server: its page holds what they read."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
-    # `vllm serve` asks for the metadata of a package named vllm, which the CPU build, vllm-cpu, has not
-    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", target.name]
-    command += ["--port", str(port), "--host", "127.0.0.1"]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
-    command += ["--speculative-config", NGRAM.text]
-    with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            wait_for(url, server, folder / "server.log")
-            assert read_counters(Server(url, "watch", MEND)) == Counters(accepted_per_position=(0,) * 4)
-            drafter = Ngram(NgramConfig(occurrence="earliest"))
-            report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
-            assert_agreement(report)
-            assert read_counters(Server(url, "watch", MEND)) == report.engine.counters
-            watch.run(WatchSettings(url=(url,), interval=0.1, readings=1), Console(width=120))
-        finally:
-            server.terminate()
-            server.wait(60)
+    options = ("--max-model-len", "256", "--speculative-config", NGRAM.text)
+    with serving(target.name, folder / "server.log", *options) as url:
+        assert read_counters(Server(url, "watch", MEND)) == Counters(accepted_per_position=(0,) * 4)
+        drafter = Ngram(NgramConfig(occurrence="earliest"))
+        report = check_engine(url, NGRAM, drafter, target, held_out[:10], MAX_NEW_TOKENS)
+        assert_agreement(report)
+        assert read_counters(Server(url, "watch", MEND)) == report.engine.counters
+        watch.run(WatchSettings(url=(url,), interval=0.1, readings=1), Console(width=120))
     assert "acceptance length" in capsys.readouterr().out
 
 
-def wait_for(url: str, server: subprocess.Popen, log: Path) -> None:
-    for _ in range(180):
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-3000:])
+def test_a_server_drafts_by_its_schedule(
+    target: Target, served: Callable[[str], Path], held_out: list[list[int]], folder: Path
+) -> None:
+    """Four tokens for a request alone, two each for two, none for eight; texts stay those of the target."""
+    schedule = Schedule(((1, 4), (2, 2), (4, 0)))
+    config = replace(
+        speculative_config("eagle3", str(served("eagle3")), schedule.longest),
+        num_speculative_tokens_per_batch_size=for_vllm(schedule),
+    )
+    prompts = held_out[:8]
+    expected = SpeculativeDecoder(target, load_drafter("none", target)).generate(
+        prompts, MAX_NEW_TOKENS, stop_at_eos=False
+    )
+    drafted_at_once = []
+    options = ("--max-model-len", "256", "--max-num-seqs", "8", "--speculative-config", config.text)
+    with serving(target.name, folder / "schedule.log", *options) as url:
+        server = Server(url, "schedule", MEND)
+        for size in (1, 2, 8):
+            before = read_counters(server)
+            body = {"model": target.name, "prompt": prompts[:size], "max_tokens": MAX_NEW_TOKENS, "temperature": 0}
+            answer = server.json("/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
+            assert [choice["token_ids"] for choice in answer["choices"]] == expected.token_ids[:size]
+            drafted_at_once.append(read_counters(server) - before)
+    print(drafted_at_once)
+    alone, of_two, of_eight = drafted_at_once
+    assert alone.num_draft_tokens == 4 * alone.num_drafts > 0
+    assert 2 <= of_two.num_draft_tokens / of_two.num_drafts < 3  # the slower one ends alone
+    assert of_eight.num_draft_tokens < 0.05 * 8 * MAX_NEW_TOKENS  # before all of them have been read
+
+
+def test_vllms_suffixes_write_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
+    """Its suffix trees (arctic-inference) draft by rules of their own, so that its counters are its own."""
+    if not list(venv.glob("lib/*/site-packages/arctic_inference")):
+        pytest.skip("this vLLM has no arctic-inference")
+    plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out, MAX_NEW_TOKENS)
+    run = run_environment(venv, speculative_config("suffix", "", 4), target, held_out, MAX_NEW_TOKENS)
+    print(f"suffix: {run.counters}")
+    assert compare_outputs(target, held_out, plain.token_ids, run.token_ids).divergences == 0
+    assert len(held_out) < run.counters.num_accepted_tokens < run.counters.num_draft_tokens
 
 
 def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
@@ -430,12 +452,10 @@ def test_vllm_reads_the_schedule(venv: Path, target: Target, tmp_path: Path) -> 
 
 
 def test_medusa_as_a_plug_in(
-    venv: Path, target: Target, samples: Path, held_out: list[list[int]], folder: Path
+    venv: Path, target: Target, served: Callable[[str], Path], held_out: list[list[int]]
 ) -> None:
     """What newer vLLMs need for Medusa heads, in the one that has heads of its own too."""
-    checkpoint = train_briefly("medusa", target, samples, folder / "run-plug-in")
-    out = folder / "out-plug-in"
-    export_checkpoint(checkpoint, "vllm", target, out)
+    out = served("medusa")
     ours = SpeculativeDecoder(target, load_drafter(out, target)).generate(held_out, MAX_NEW_TOKENS, draft_length=4)
     run = run_environment(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
     assert compare_outputs(target, held_out, ours.token_ids, run.token_ids).divergences == 0
