@@ -6,6 +6,7 @@ It is measured once and kept in plan.yaml, so that an interrupted quickstart goe
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -14,7 +15,7 @@ from draftsmith.data.answers.turns import Dialogue, Markers
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.data.samples.batches import BatchPlan
-from draftsmith.data.samples.sample import Sample
+from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
@@ -28,7 +29,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig
 
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
-PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.12, 0.51, 0.07, 0.27
+PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.22, 0.50, 0.05, 0.18
 # How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
 WEIGHTS = {
     "eagle3": 5,
@@ -89,8 +90,10 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     num_threads, per_token = fastest_num_threads(plain, prompts[:TIMED_PROMPTS])
     brief = RECIPES[f"quickstart_{kinds[0]}"]().evaluation
     # a prompt is decoded plainly and with each contender, which take about as long
-    checkpoint_prompt = 3 * per_token * brief.max_new_tokens * brief.repeats * CHECKPOINTS * len(kinds)
-    comparison_prompt = (len(kinds) + 2) * per_token * COMPARISON.max_new_tokens * COMPARISON.repeats
+    checked_tokens = mean_answer(samples, brief.max_new_tokens) * brief.repeats * CHECKPOINTS
+    checkpoint_prompt = 3 * len(kinds) * per_token * checked_tokens
+    compared_tokens = mean_answer(samples, COMPARISON.max_new_tokens) * COMPARISON.repeats
+    comparison_prompt = (len(kinds) + 2) * per_token * compared_tokens
     num_prompts = min(len(prompts), num_batches * ANSWERS.batch_size)
     drafters = {kind: new_drafter(RECIPES[f"quickstart_{kind}"](), target) for kind in kinds}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
@@ -118,6 +121,11 @@ def timed_samples(
     dialogues = [Dialogue(prompt, index, Sampling(1.0), plain.target, markers) for index, prompt in enumerate(prompts)]
     samples = [sample for dialogue in decode_answers(plain, dialogues, answers) for sample in dialogue.samples]
     return samples, time.perf_counter() - start
+
+
+def mean_answer(samples: list[Sample], max_new_tokens: int) -> float:
+    """Return the mean number of tokens in answers like those of the samples, each cut at `max_new_tokens`."""
+    return fmean(min(int(loss_mask(sample).sum()), max_new_tokens) for sample in samples)
 
 
 def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[Prompt]) -> tuple[int | None, float]:
