@@ -96,9 +96,8 @@ def drafter_named(name: str, target: Target, folder: Path) -> Drafter:
     return load_drafter(f"{lookup}+{path}" if lookup else path, target)
 
 
-def texts_of(target: Target, context: int, count: int) -> PromptSet:
+def texts_of(functions: list[list[int]], context: int, count: int) -> PromptSet:
     """Return prompts of about so many tokens: begun functions one behind the other, cut at different lengths."""
-    functions = read_prompt_set(str(PROMPTS), target, None, NEW_TOKENS).token_ids
     texts = []
     for place in range(count):
         text: list[int] = []
@@ -176,6 +175,7 @@ def measure_all(args: argparse.Namespace, target: Target) -> list[ComparedSettin
     reach = CostRange(max(BATCHES), max(CONTEXTS), 8, TREE_NODES, args.seconds)
     path = args.folder / "rows.jsonl"
     rows = [ComparedSetting(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+    functions = read_prompt_set(str(PROMPTS), target, None, NEW_TOKENS).token_ids
     done = {(row.drafter, row.draft, row.batch, row.context) for row in rows}
     for name in args.kinds:
         drafter = drafter_named(name, target, args.folder)
@@ -183,7 +183,7 @@ def measure_all(args: argparse.Namespace, target: Target) -> list[ComparedSettin
         for setting in drawn_settings(name, drafter, args.settings):
             if (name, setting.draft, setting.batch, setting.context) in done:
                 continue
-            prompts = texts_of(target, setting.context, BATCHES_TIMED * setting.batch)
+            prompts = texts_of(functions, setting.context, BATCHES_TIMED * setting.batch)
             measured = measure(target, {name: drafter}, prompts, setting.measured)
             rows.append(compared(name, setting, with_prediction(measured[name], costs)))
             with path.open("a") as file:
