@@ -15,6 +15,7 @@ from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import Chain, DynamicTree
 from draftsmith.recipes.pages.tables import Row, for_terminal, table_of
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, engine_speed
 from draftsmith.recipes.serving.vllm_run import EngineRun, SpeculativeConfig, run_address, run_environment
@@ -31,6 +32,7 @@ class EngineReport:
     kind: str
     draft_length: int
     stats: OutputStats  # ours
+    ours: Stats  # over all prompts, counted as engines do
     engine: EngineRun
     texts: LosslessCheck  # the engine's texts against ours
     speed: EngineSpeed | None = None  # with the drafter against without it; None: not timed
@@ -39,11 +41,6 @@ class EngineReport:
     def num_prompts(self) -> int:
         """Number of prompts that both decoded."""
         return len(self.stats.requests)
-
-    @property
-    def ours(self) -> Stats:
-        """Our counters over all prompts."""
-        return self.stats.total
 
     @property
     def relative_difference(self) -> float:
@@ -98,9 +95,9 @@ def check_engine(
     engine cannot be reached or refuses.
     """
     draft_length = speculative.num_speculative_tokens
-    output = SpeculativeDecoder(target, drafter).generate(
-        prompts, max_new_tokens, draft_length=draft_length, batch_size=OUR_BATCH_SIZE
-    )
+    decoder = SpeculativeDecoder(target, drafter)
+    output = decoder.generate(prompts, max_new_tokens, draft_length=draft_length, batch_size=OUR_BATCH_SIZE)
+    ours = counted_as_engines_do(decoder, prompts, output.token_ids, Chain(draft_length))
     if engine.startswith("http"):
         run = run_address(engine, target, prompts, max_new_tokens)
     else:
@@ -108,7 +105,32 @@ def check_engine(
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
     texts = compare_outputs(target, prompts, output.token_ids, run.token_ids)
-    return EngineReport(drafter.kind, draft_length, output.stats, run, texts)
+    return EngineReport(drafter.kind, draft_length, output.stats, ours, run, texts)
+
+
+def counted_as_engines_do(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], texts: list[list[int]], draft: Chain | DynamicTree
+) -> Stats:
+    """Return the decoder's counters of greedy texts that it wrote for the prompts, counted as vLLM and SGLang do.
+
+    They count all accepted tokens of a text's last round, those behind the end of the text, too. These are known from
+    decoding on behind the end.
+    """
+    tree = draft if isinstance(draft, DynamicTree) else None
+    endless = decoder.generate(
+        prompts,
+        max(map(len, texts)),
+        draft_length=draft.depth,
+        tree=tree,
+        batch_size=OUR_BATCH_SIZE,
+        stop_at_eos=False,
+    )
+    stats = Stats(draft.depth, num_emitted_tokens=sum(map(len, texts)))
+    for text, rounds in zip(texts, endless.rounds, strict=True):
+        for start, num_drafted, num_accepted in rounds:
+            if start < len(text):
+                stats.count_round(num_drafted, num_accepted)
+    return stats
 
 
 def add_speed(

@@ -255,7 +255,7 @@ def test_card_says_what_an_engine_made_of_it(
     if accepted is not None:
         ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
         run = EngineRun("vLLM 0", [[1]], Counters(10, 40, accepted))
-        report = EngineReport("medusa", 4, ours, run, LosslessCheck(1, 1, 0, 0))
+        report = EngineReport("medusa", 4, ours, ours.total, run, LosslessCheck(1, 1, 0, 0))
     write_card(exported, tmp_path / "checkpoint", {}, None, report)
     assert said in (tmp_path / "out/README.md").read_text()
 
@@ -265,7 +265,8 @@ def test_a_failed_check_is_on_the_card(
 ) -> None:
     """The directory stays, with what was found; nothing of it is pushed."""
     ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
-    report = EngineReport("medusa", 4, ours, EngineRun("vLLM 0", [[1]], Counters(10, 40, 0)), LosslessCheck(1, 1, 0, 0))
+    run = EngineRun("vLLM 0", [[1]], Counters(10, 40, 0))
+    report = EngineReport("medusa", 4, ours, ours.total, run, LosslessCheck(1, 1, 0, 0))
     monkeypatch.setattr(export_command, "check_exported", lambda *_: report)
     checkpoint, out = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out"
     settings = {"prompts": prompts, "num_prompts": 1, "draft_length": (2,), "max_new_tokens": 4, "repeats": 1}

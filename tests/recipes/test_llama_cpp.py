@@ -124,15 +124,18 @@ def ask(address: str, prompt: list[int]) -> dict[str, Any]:
 
 
 def as_llama_cpp_counts(output: Output, eos: list[int]) -> tuple[int, int]:
-    """Drafted and accepted tokens of our rounds, by its rules: no more than an answer may have, nor its end."""
+    """Drafted and accepted tokens of our rounds, by its rules: no more than an answer may have.
+
+    The end of a text is accepted where it is the last drafted token only (`common_sampler_sample_and_accept_n`).
+    """
     drafted = accepted = 0
     for answer, rounds in zip(output.token_ids, output.rounds, strict=True):
         for played in rounds:
             room = NEW_TOKENS - played.start - 1
-            ended = answer[-1] in eos and played.start + played.num_accepted >= len(answer)
-            room_accepted = len(answer) - 1 - played.start if ended else room
-            drafted += min(played.num_drafted, room)
-            accepted += min(played.num_accepted, room_accepted)
+            num_drafted, until_end = min(played.num_drafted, room), len(answer) - played.start
+            ended = answer[-1] in eos and played.num_accepted >= until_end and until_end < num_drafted
+            drafted += num_drafted
+            accepted += min(played.num_accepted, until_end - 1 if ended else room)
     return drafted, accepted
 
 

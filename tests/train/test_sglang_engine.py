@@ -28,6 +28,7 @@ from draftsmith.models.sampling.trees import Chain, DynamicTree
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.recipes.serving.engine_check import counted_as_engines_do
 from draftsmith.train import train
 from draftsmith.train.engine.answers import RequestSettings, measured_server, run_on_server, stats_by_batch
 from draftsmith.train.engine.restarted import COMMAND, started_engine
@@ -97,22 +98,12 @@ def plain(target: Target, folder: Path) -> Iterator[str]:
         yield url
 
 
-def counted_by_sglang(target: Target, drafter: Path, prompts: list[list[int]], draft: Chain | DynamicTree) -> Stats:
-    """Return draftsmith's own counters of these prompts, counted as SGLang does.
-
-    The rounds of a text are those that begin before its end, and of the last one all accepted tokens count, those
-    behind the end of the text, too.
-    """
+def counted_by_us(target: Target, drafter: Path, prompts: list[list[int]], draft: Chain | DynamicTree) -> Stats:
+    """Return draftsmith's own counters of these prompts, counted as SGLang does."""
     decoder = SpeculativeDecoder(target, load_drafter(drafter, target))
     tree = draft if isinstance(draft, DynamicTree) else None
     texts = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=draft.depth, tree=tree).token_ids
-    endless = decoder.generate(prompts, NUM_NEW_TOKENS, draft_length=draft.depth, tree=tree, stop_at_eos=False)
-    stats = Stats(draft.depth, num_emitted_tokens=sum(len(text) for text in texts))
-    for text, rounds in zip(texts, endless.rounds, strict=True):
-        for place, drafted, accepted in rounds:
-            if place < len(text):
-                stats.count_round(drafted, accepted)
-    return stats
+    return counted_as_engines_do(decoder, prompts, texts, draft)
 
 
 def options_of(kind: str, draft: Chain | DynamicTree) -> list[str]:
@@ -158,7 +149,7 @@ def test_an_sglang_counts_what_we_count(
     for drafter, row in zip(drafters, rows, strict=True):
         print(f"{kind}, {drafter.name}: {row.acceptance}; started in {row.start_seconds:.1f} s")
         assert row.setting.judge.engine.startswith("SGLang 0.5.23")
-        expected = counted_by_sglang(target, drafter, prompts, draft)
+        expected = counted_by_us(target, drafter, prompts, draft)
         if kind == "draft_model":  # which SGLang gives a text without its first token, and counts otherwise in each run
             assert row.acceptance.num_emitted_tokens == expected.num_emitted_tokens
             assert row.acceptance.num_drafts == pytest.approx(expected.num_drafts, rel=0.03)
