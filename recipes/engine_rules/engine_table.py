@@ -8,9 +8,9 @@ KINDS = (
     *("draft_model", "eagle", "eagle3", "p_eagle", "dflash", "dflash2", "dspark", "domino"),
     *("medusa", "hydra", "mlp_speculator", "mtp", "ngram", "suffix"),
 )
-RUN = {  # kinds that the engine itself served in a test, whose texts and counters were compared with ours
-    "vllm": ("draft_model", "eagle", "eagle3", "p_eagle", "dflash", "medusa", "mtp", "ngram"),
-    "sglang": ("draft_model", "eagle", "eagle3"),  # on a CPU, its operators replaced by plain PyTorch
+RUN = {  # kinds that the engine itself served in a test: texts were compared with ours, counters where it drafts alike
+    "vllm": ("draft_model", "eagle", "eagle3", "p_eagle", "dflash", "medusa", "mtp", "ngram", "suffix"),
+    "sglang": ("draft_model", "eagle", "eagle3", "ngram"),  # on a CPU, its operators replaced by plain PyTorch
     "transformers": ("draft_model", "ngram"),
     "llama_cpp": ("draft_model", "eagle3", "dflash", "dspark", "ngram"),
     "tensorrt_llm": (),
