@@ -50,6 +50,10 @@ class StoredDrafter:
         """Return a copy of the weights of the target that was trained along, by their names in its own files."""
         raise TypeError(f"{self.kind} does not change the target")
 
+    def check_in_target(self) -> None:
+        """Raise `UserError` where no engine would serve a copy of the target with the drafter in it."""
+        raise TypeError(f"{self.kind} is not served in the target")
+
     def write_in_target(self, directory: Path) -> None:
         """Write a copy of the target, with the drafter among its tensors, into an empty directory.
 

@@ -30,7 +30,7 @@ from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots, Unro
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.mtp_heads.mtp_layouts import from_layout, head_layout, num_heads, to_layout, together
-from draftsmith.models.mtp_heads.mtp_stitching import write_with_head
+from draftsmith.models.mtp_heads.mtp_stitching import as_in_files, write_with_head
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.window import Window
@@ -197,6 +197,9 @@ class Mtp(Drafter):
     def engine_tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors by their names in the target's own files."""
         return to_layout(self.state_dict(), self.layout, self.target.text_config)
+
+    def check_in_target(self) -> None:
+        as_in_files(self.target.name, self.target.text_config, self.engine_tensors(), self.layout)
 
     def write_in_target(self, directory: Path) -> None:
         target = self.target

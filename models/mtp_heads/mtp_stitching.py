@@ -37,23 +37,10 @@ def write_with_head(
     `config` is the target's, and `head` has the names of the target's files. Tensors that the target has already are
     replaced in their own dtypes; no other one changes. Raises `UserError` where no engine would serve the copy.
     """
+    content, head = as_in_files(name, config, head, layout)
     source = directory_of(name)
-    places, content = weight_places(source), read_json_object(source / CONFIG)
-    if not head.keys() <= places.keys() and together(head).keys() <= places.keys():
-        head = together(head)  # as these files hold the experts of their own head
+    places = weight_places(source)
     is_new = head.keys().isdisjoint(places)
-    own = stored_tensors(name, head.keys().__contains__, "meta")
-    is_plain = len(own) == len(head) and not any(tensor.dtype in CODES for tensor in own.values())
-    if read_quantisation(name) is not None and not is_plain:
-        raise UserError(
-            f"the weights of {name} are quantised, and engines take no plain head among such: export the head for the "
-            "BF16 model that they were made from"
-        )
-    if is_new:
-        content, biases = with_new_head(config, content, layout)
-        head = head | biases
-    elif missing := sorted(head.keys() - places.keys()):
-        raise UserError(f"the files of {name} hold a part of a head, without {missing[0]}: get them whole")
     one_file = SAFE_WEIGHTS_NAME in places.values()
     dtype = dtype_of_norms(source, places)
     changed: dict[str, dict[str, Tensor]] = {}
@@ -70,6 +57,32 @@ def write_with_head(
         write_json(folder / SAFE_WEIGHTS_INDEX_NAME, {**index, "weight_map": dict(sorted(places.items()))})
     if is_new:
         write_json(folder / CONFIG, content)
+
+
+def as_in_files(
+    name: str, config: PretrainedConfig, head: dict[str, Tensor], layout: HeadLayout
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the head's tensors as `write_with_head` puts them into a target's files.
+
+    Raises `UserError` where no engine would serve the target with them.
+    """
+    source = directory_of(name)
+    places, content = weight_places(source), read_json_object(source / CONFIG)
+    if not head.keys() <= places.keys() and together(head).keys() <= places.keys():
+        head = together(head)  # as these files hold the experts of their own head
+    own = stored_tensors(name, head.keys().__contains__, "meta")
+    is_plain = len(own) == len(head) and not any(tensor.dtype in CODES for tensor in own.values())
+    if read_quantisation(name) is not None and not is_plain:
+        raise UserError(
+            f"the weights of {name} are quantised, and engines take no plain head among such: export the head for the "
+            "BF16 model that they were made from"
+        )
+    if head.keys().isdisjoint(places):
+        content, biases = with_new_head(config, content, layout)
+        return content, head | biases
+    if missing := sorted(head.keys() - places.keys()):
+        raise UserError(f"the files of {name} hold a part of a head, without {missing[0]}: get them whole")
+    return content, head
 
 
 def with_new_head(

@@ -116,7 +116,9 @@ def why_not_served(drafter: Drafter, engine: str) -> str | None:
     """Return why an engine would not serve a trained drafter for its target as it is exported; None where it would."""
     try:
         rules_for(engine, drafter.kind)
-        if not drafter.served_in_target:
+        if drafter.served_in_target:
+            drafter.check_in_target()
+        else:
             files = checkpoint_of(drafter, torch.bfloat16)
             check_files(engine, adapt(files, engine, drafter.target), drafter.target)
     except UserError as error:

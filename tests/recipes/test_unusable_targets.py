@@ -12,6 +12,7 @@ import pytest
 import torch
 from drafters import untrained
 from families import LOCAL_EXPERTS, RUN_BY_ENGINES, SLIDES, family_config, plain_model
+from head_targets import save_head_target
 from huggingface_hub.errors import LocalEntryNotFoundError
 from quantised import FORMS, quantise, set_config
 from safetensors.torch import load_file, save_file
@@ -254,6 +255,13 @@ def test_what_the_engine_does_not_serve_is_not_trained(
     """The last is for the target: EAGLE-3 reads one layer of two, and engines want the states after two or more."""
     save_target(tmp_path / "target", num_hidden_layers=2)
     refuse(told, "auto", "--target", tmp_path / "target", "--traffic", log, "--engine", engine, "--drafters", kinds)
+
+
+def test_a_head_that_no_engine_finds_in_its_target_is_not_trained(log: Path, tmp_path: Path, refuse: Refuse) -> None:
+    save_head_target(tmp_path / "target", "qwen3")
+    told = "of mtp, no engine serves a Qwen3 target with a head for further tokens: train eagle3 or dflash"
+    given = ("--target", tmp_path / "target", "--traffic", log, "--engine", "vllm", "--drafters", "mtp")
+    refuse(told, "auto", *given)
 
 
 def test_kinds_that_the_engine_serves_race_without_the_others(tmp_path: Path, capsys: Any) -> None:
