@@ -135,5 +135,5 @@ def _reason(error: BaseException) -> str:
     if "weights_only" in str(error):
         return "its weights are a pickle that holds more than tensors, and no code of it is run"
     if isinstance(error, OSError | ValueError):
-        return first_line(error).rstrip(".")
-    return f"{type(error).__name__}, {first_line(error).rstrip('.')}"
+        return first_line(error).rstrip(".,")
+    return f"{type(error).__name__}, {first_line(error).rstrip('.,')}"

@@ -188,6 +188,11 @@ def check_decodes_exactly(
             expected = torch.cat([model(input_ids=branch, use_cache=False).logits[0] for branch in branches]).float()
     on_slots = torch.cat([part for columns in BRANCHES for part in (text_logits, tree_logits[columns])]).float()
     difference, size = (on_slots - expected).norm(), expected.norm()
+    if not size.isfinite() or not size:
+        raise UserError(
+            f"{family} cannot be decoded here: its logits are zero or no numbers, in {str(model.dtype)[6:]}: its "
+            f"weights are damaged, or too large for that type; {OTHER_TARGET}"
+        )
     if not difference < size * (1e-3 if model.dtype == torch.float32 else 0.1):
         raise UserError(
             f"{family} cannot be decoded here: on slots its logits differ from those of transformers' eager attention "

@@ -52,6 +52,9 @@ def read_config(name: str | Path) -> PretrainedConfig:
     check_counts(content, MOST_PARTS, str(path))
     if other := [field for field in OTHER_FILES if field in content]:
         raise UserError(f"{path} has {other[0]}, which is not read: take it out, and check that it is not needed")
+    own = content.get("draftsmith")
+    if isinstance(own, dict) and own.get("kind") != "draft_model":  # which is a causal language model itself
+        raise UserError(f"target {str(name)!r} is a drafter: give the target that it was trained for")
     with library_errors_of(name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         text: Any = config.get_text_config(decoder=True)

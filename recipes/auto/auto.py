@@ -92,6 +92,11 @@ class Auto:
             raise UserError(
                 f"{self.out} holds a search with {state.asked}: give that to go on, another --out, or remove it"
             )
+        if state.target_fingerprint != self.target.fingerprint():
+            raise UserError(
+                f"{self.out} holds a search for {self.target.name} with other weights, config or dtype: give that "
+                "target as it was to go on, another --out, or remove it"
+            )
         return state
 
     def begin(self) -> AutoState:
@@ -103,7 +108,7 @@ class Auto:
         training = read_prompts(self.prompts.training)
         self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
         plan = make_plan(target, training, drafters, settings.budget)
-        return self.save(AutoState(asked(settings), traffic, plan, [], []))
+        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, [], []))
 
     def save(self, state: AutoState) -> AutoState:
         """Write what was found so far."""

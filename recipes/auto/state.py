@@ -13,6 +13,7 @@ class AutoState:
     """The content of auto.json, which each stage writes when it is done."""
 
     asked: str  # the settings, in words
+    target_fingerprint: str | None
     traffic: TrafficSummary
     plan: AutoPlan
     lookups: list[Score]

@@ -53,6 +53,7 @@ def search() -> AutoState:
     decision = "rung 1: eagle3 and hydra go on; dflash is dropped: forecast 1.54×, eagle3 1.82×"
     return AutoState(
         asked="",
+        target_fingerprint=None,
         traffic=TrafficSummary(130, 10, 1, 100, 15, 15, 412.0, 0.4, {"code": 80, "chat": 40, "": 10}),
         plan=AutoPlan(TARGET, 8.0, 40_000, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0, 60.0, False),
         lookups=[score("ngram", 0, 1.1), score("suffix", 0, 1.2)],

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from disk_faults import contents, recorded_changes, restore
 from reports import typed_result
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
@@ -348,6 +350,19 @@ def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:
     text = run(replace(settings, dry_run=True))
     assert "a step takes: medusa" in text
     assert sorted(path.name for path in settings.out.iterdir()) == ["auto.json", "prompts"]
+
+
+def test_a_search_goes_on_for_its_own_target_alone(settings: AutoSettings, tmp_path: Path) -> None:
+    """Answers and scores of other weights, under the same name, would mix with those of these."""
+    target = tmp_path / "target"
+    shutil.copytree(str(settings.target), target)
+    settings = replace(settings, target=str(target), drafters="medusa", dry_run=True)
+    run(settings)
+    run(settings)
+    weights = load_file(target / "model.safetensors")
+    save_file({name: 1.1 * weights[name] for name in weights}, target / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="holds a search for .*target with other weights, config or dtype: give that"):
+        run(settings)
 
 
 def test_an_engine_lets_only_those_race_that_it_serves(settings: AutoSettings) -> None:

@@ -113,6 +113,18 @@ TARGETS: dict[str, tuple[Callable[[Path, Path], Any], str | tuple[str, str]]] = 
         "model.norm.weight holds NaN or infinity.*: take another one",
     ),
     "weights of another size": (with_fields(intermediate_size=48), "these files are not of one model, take another"),
+    "weights of zeros": (
+        with_tensors(lambda tensors: {name: 0 * tensors[name] for name in tensors}),
+        f"its logits are zero or no numbers, in float32: its weights are damaged.*; {OTHERS}",
+    ),
+    "weights that are too large": (
+        with_tensors(lambda tensors: {**tensors, "lm_head.weight": 3e38 * tensors["lm_head.weight"].sign()}),
+        f"its logits are zero or no numbers, in float32: its weights are damaged.*; {OTHERS}",
+    ),
+    "a drafter": (
+        lambda folder, tiny: save_drafter(untrained("eagle3", Target.from_pretrained(tiny, "cpu")), folder),
+        "is a drafter: give the target that it was trained for",
+    ),
     "no tokenizer": (
         copied(lambda folder: [path.unlink() for path in folder.glob("tokenizer*")]),
         "the tokenizer of .* does not load.*: give a model whose tokenizer files, such as tokenizer.json, are whole",
