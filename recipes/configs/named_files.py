@@ -34,7 +34,7 @@ def _target(name: str) -> None:
         raise UserError(f"no target at {name!r}: give a Hub name or a model directory")
     from draftsmith.models.model_files import target_config_file
 
-    read_json_object(target_config_file(name))
+    read_config_file(name, target_config_file)
 
 
 def _drafter(name: str) -> None:
@@ -44,7 +44,15 @@ def _drafter(name: str) -> None:
 
     for part in [name] if Path(name).exists() else name.split("+", 1):  # of a cascade
         if Path(part).exists() or part not in {*DRAFTER_CONFIGS, *RECIPES}:
-            read_json_object(drafter_config_file(part))
+            read_config_file(part, drafter_config_file)
+
+
+def read_config_file(name: str, find: Callable[[str], Path]) -> None:
+    """Read the config.json of a model, and say so while the Hub is asked for it, which may not answer for a while."""
+    from draftsmith.data.progress import waiting
+
+    with waiting(f"asking the Hub for {name} ...", visible=not Path(name).exists()):
+        read_json_object(find(name))
 
 
 def _growing_prompts(source: str) -> None:
