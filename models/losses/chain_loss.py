@@ -154,6 +154,7 @@ class _DepthSums:
             RowLosses(zero.clone(), zero.new_empty(len(d.hidden), dtype=torch.bool), zero.new_empty(len(d.hidden)))
             for d in depths
         ]
+        self.buffer = depths[0].hidden.new_empty(0)  # logits of the drafter
         self.total = zero.clone()  # weighted sum of the losses of all depths
         self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in depths] if with_gradient else []
         self.parameter_gradients = [torch.zeros_like(p) for p in parameters] if with_gradient else []
@@ -184,6 +185,7 @@ class _DepthSums:
                 elif slices:
                     taught = torch.cat([teachers.on_device[number][rows] for number, rows in slices.items()])
                     self._add(slices, teacher[taught - start])
+            del teacher  # before the next one takes as much memory
 
     def _groups(self, side_by_side: bool) -> list[list[int]]:
         """Return the numbers of the depths that go through a head together: those of the same head, or each alone."""
@@ -199,9 +201,10 @@ class _DepthSums:
         sizes, head = [rows.stop - rows.start for rows in slices.values()], self.depths[next(iter(slices))].head
         hidden = _side_by_side([self.depths[number].hidden[rows] for number, rows in slices.items()])
         weights = _side_by_side([self._weights(number, rows) for number, rows in slices.items()])
-        with torch.set_grad_enabled(self.with_gradient):
+        matrix = matrix_of(head, hidden)
+        with torch.set_grad_enabled(self.with_gradient and matrix is None):
             hidden = hidden.detach().requires_grad_(self.with_gradient)
-            logits = head(hidden)
+            logits = head(hidden) if matrix is None else self._product(hidden, matrix)
         comparison = self._compare(teacher, logits.detach(), weights)
         self.total += (comparison.loss * weights).sum()
         choice = comparison.choice if self.draft_to_target is None else self.draft_to_target[comparison.choice]
@@ -212,14 +215,27 @@ class _DepthSums:
             losses.acceptance[rows] = acceptance
             losses.loss += loss.sum()
         if comparison.gradient is not None:
+            gradient = comparison.gradient.to(logits.dtype)
             own = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
             indices = [i for i, p in enumerate(self.parameters) if id(p) in own]
-            inputs = [hidden, *(self.parameters[i] for i in indices)]
-            gradients = torch.autograd.grad(logits, inputs, comparison.gradient.to(logits.dtype))
-            for (number, rows), gradient in zip(slices.items(), gradients[0].split(sizes), strict=True):
-                self.hidden_gradients[number][rows] = gradient
-            for i, gradient in zip(indices, gradients[1:], strict=True):
-                self.parameter_gradients[i] += gradient
+            if matrix is None:
+                inputs = [hidden, *(self.parameters[i] for i in indices)]
+                of_hidden, *of_parameters = torch.autograd.grad(logits, inputs, gradient)
+                for i, of_parameter in zip(indices, of_parameters, strict=True):
+                    self.parameter_gradients[i] += of_parameter
+            else:
+                of_hidden = gradient @ matrix
+                for i in indices:
+                    self.parameter_gradients[i].addmm_(gradient.t(), hidden)
+            for (number, rows), of_rows in zip(slices.items(), of_hidden.split(sizes), strict=True):
+                self.hidden_gradients[number][rows] = of_rows
+
+    def _product(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H], in memory for all chunks."""
+        size = len(hidden) * len(matrix)
+        if self.buffer.numel() < size:
+            self.buffer = hidden.new_empty(size)
+        return torch.mm(hidden, matrix.t(), out=self.buffer[:size].view(len(hidden), -1))
 
     def _compare(self, teacher: "Teacher | FusedTeacher", logits: Tensor, weights: Tensor) -> Comparison:
         """Compare the drafter's logits [R, Vd] with the target; the gradient may overwrite them."""
@@ -234,6 +250,18 @@ class _DepthSums:
         if isinstance(weight, Tensor):
             return weight[rows]
         return torch.full((rows.stop - rows.start,), weight, dtype=torch.float32, device=self.total.device)
+
+
+def matrix_of(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None:
+    """Return the matrix [Vd, H] of a head that is nothing else, on a CPU; None for others.
+
+    Its products need no autograd: they are written where they belong, and nothing is allocated for each chunk.
+    """
+    if runs_kernels(hidden.device) or torch.is_autocast_enabled(hidden.device.type):
+        return None
+    if not isinstance(head, nn.Linear) or head.bias is not None or type(head.weight) is not nn.Parameter:
+        return None
+    return head.weight.detach() if hidden.dtype == head.weight.dtype else None
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:

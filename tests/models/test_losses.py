@@ -50,20 +50,20 @@ def test_what_the_target_leaves_out_adds_nothing_to_forward_kl() -> None:
 
 @pytest.mark.parametrize("ids", [None, torch.tensor([0, 2, 3, 7])], ids=["whole", "reduced"])
 @pytest.mark.parametrize("name", list(DEFINITIONS))
-@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize(("side_by_side", "bias"), [(False, False), (False, True), (True, True)])
 def test_gradients_of_all_depths_in_chunks(
-    name, side_by_side: bool, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+    name, side_by_side: bool, bias: bool, ids: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of two teachers against autograd through the definition; depths share teachers and one of the heads.
 
     The second depth weighs each of its rows. Each depth goes through its head alone, as on a CPU, or side by side with
-    those of the same head, as on a GPU.
+    those of the same head, as on a GPU. A CPU computes the products of a head without a bias without autograd.
     """
     generator = torch.Generator().manual_seed(0)
     width, vocab, weights = 6, 9, (1.0, torch.tensor([0.5, 0.2, 0.9]), 2.0)
     target_hidden = torch.randn(8, width, generator=generator)
     target_head = torch.nn.Linear(width, vocab, bias=False).requires_grad_(False)
-    heads = [torch.nn.Linear(width, vocab if ids is None else len(ids)) for _ in range(2)]
+    heads = [torch.nn.Linear(width, vocab if ids is None else len(ids), bias) for _ in range(2)]
     heads = [heads[0], heads[0], heads[1]]
     hidden = [torch.randn(n, width, generator=generator, requires_grad=True) for n in (5, 3, 4)]
     teachers = [torch.tensor(t) for t in ([0, 1, 2, 5, 6], [1, 2, 6], [3, 4, 5, 6])]
