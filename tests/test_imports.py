@@ -40,6 +40,7 @@ GROUND = {
         "model_files",
         "ranges",
         "reading",
+        "text_team",
         "typed_json",
         "weights",
     ),

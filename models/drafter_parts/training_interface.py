@@ -5,7 +5,7 @@ Shapes: V vocabulary of the target, Vd draft vocabulary.
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_depths
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.target.target import Features, Target
+from draftsmith.models.text_team import Team
 
 
 class TrainedDrafter(nn.Module):
@@ -24,6 +25,8 @@ class TrainedDrafter(nn.Module):
     training_depth: int = 0  # predictions in a row that training compares with the target's
     drafts_by_target_head: bool = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
+    divides_texts: ClassVar[bool] = False  # several processes can take a text together
+    team: Team = Team()  # the processes that do (`run.processes_per_text`)
     compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
 
     @property
@@ -95,8 +98,8 @@ class TrainedDrafter(nn.Module):
         return chain_loss
 
     def new_chain_loss(self, batch: Batch) -> ChainLoss:
-        """Return an empty loss of the chains in a text that this drafter's vocabulary allows."""
-        return ChainLoss(batch, self.draftable)
+        """Return an empty loss of the chains in this process's part of a text that the drafter's vocabulary allows."""
+        return ChainLoss(batch, self.draftable, self.team.part_of(batch, self.training_depth))
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield what `depth` predictions in a row from each slot are made from, on the text as it is.

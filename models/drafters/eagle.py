@@ -34,6 +34,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.eagle_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
+    Unrolling,
     drafting_slots,
     store_for_decoding,
 )
@@ -49,6 +50,7 @@ class Eagle(Drafter):
     config_class = EagleConfig
     attends_to_text = True
     can_branch = True
+    divides_texts = True
     drafts_by_target_head = True
 
     def __init__(self, config: EagleConfig, layer_config: LlamaConfig, target: Target) -> None:
@@ -94,9 +96,8 @@ class Eagle(Drafter):
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the guesses of the target's last hidden state, which its own head reads."""
         drafting, counted = drafting_slots(chain_loss, batch, depth)
-        fed = self.target.embedding(batch.token_ids.flatten())
-        layer = UnrolledEagleLayer(self, fed, batch, depth)
-        guesses = layer.run(self.with_noise(features.last_hidden).flatten(0, 1), drafting, depth)
+        layer = UnrolledEagleLayer(self, Unrolling(batch, drafting, depth))
+        guesses = layer.run(drafting.part.of(self.with_noise(features.last_hidden)))
         for k, (guess, (rows, teachers)) in enumerate(zip(guesses, counted, strict=True)):
             yield Depth(guess[rows], self.target.logits, teachers, self.config.step_decay**k)
 
@@ -151,10 +152,11 @@ def feature_distance(depth: Depth, features: Tensor) -> Tensor:
 
 
 class UnrolledEagleLayer(UnrolledLayer):
-    """EAGLE-1's layer in training; the tokens are fed as embeddings [S, H]."""
+    """EAGLE-1's layer in training; the tokens are fed as embeddings."""
 
-    def __init__(self, drafter: Eagle, fed: Tensor, batch: Batch, num_steps: int) -> None:
-        super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps)
+    def __init__(self, drafter: Eagle, unrolling: Unrolling) -> None:
+        fed = drafter.target.embedding(unrolling.fed_ids())
+        super().__init__(drafter.layer, drafter.rotary, fed, unrolling)
         self.fc = drafter.fc
 
     def enter(self, fed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

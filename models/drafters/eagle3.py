@@ -38,6 +38,7 @@ from draftsmith.models.drafter_parts.vocabulary import add_map, copy_head, fit_m
 from draftsmith.models.eagle_parts.eagle_layer import (
     EagleCache,
     UnrolledLayer,
+    Unrolling,
     decoding_norm,
     drafting_slots,
     store_for_decoding,
@@ -76,6 +77,7 @@ class Eagle3(Drafter):
     attends_to_text = True
     can_branch = True
     can_embed = True
+    divides_texts = True
     d2t: Tensor  # [Vd] int64, target id - draft id; only with a reduced vocabulary, for engines reject it otherwise
     t2d: Tensor  # [V] bool, in the draft vocabulary?
 
@@ -189,9 +191,9 @@ class Eagle3(Drafter):
 
     def unroll(self, batch: Batch, layers: Tensor, slots: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
         """Yield the last layer's output [R, H] at each unrolled step of R drafting slots from states [B, T, A * Ht]."""
-        features = self.fuse(layers).flatten(0, 1)  # [S, H]
-        layer = UnrolledEagle3Layer(self, batch, num_steps)
-        yield from layer.run(features, slots, num_steps, self.config.detach, self.config.recompute)
+        features = self.fuse(slots.part.of(layers))  # [L, H]
+        layer = UnrolledEagle3Layer(self, Unrolling(batch, slots, num_steps))
+        yield from layer.run(features, self.config.detach, self.config.recompute)
 
     # --- drafting
 
@@ -258,12 +260,12 @@ def feature_norm_of(config: dict[str, Any]) -> FeatureNorm:
 class UnrolledEagle3Layer(UnrolledLayer):
     """EAGLE-3's layers in training, fed with what tokens add to the first layer's queries, keys and values."""
 
-    def __init__(self, drafter: Eagle3, batch: Batch, num_steps: int) -> None:
-        embedded = drafter.embedding(batch.token_ids.flatten())
+    def __init__(self, drafter: Eagle3, unrolling: Unrolling) -> None:
+        embedded = drafter.embedding(unrolling.fed_ids())
         weight = as_computed(drafter.layer.self_attn.qkv_proj.weight)
         token_weight, self.feature_weight = weight.split(embedded.shape[1], 1)
-        fed = F.linear(drafter.layer.input_layernorm(embedded), token_weight)  # [S, (Nq + 2 Nkv) D]
-        super().__init__(drafter.layer, drafter.rotary, fed, batch, num_steps, drafter.deeper)
+        fed = F.linear(drafter.layer.input_layernorm(embedded), token_weight)  # [.., (Nq + 2 Nkv) D]
+        super().__init__(drafter.layer, drafter.rotary, fed, unrolling, drafter.deeper)
         self.hidden_norm, self.norm_before_residual = drafter.layer.hidden_norm, drafter.config.norm_before_residual
         self.output_norm = drafter.norm if drafter.config.norm_output else nn.Identity()
 

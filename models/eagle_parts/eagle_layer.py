@@ -5,16 +5,18 @@ output takes the place of the next feature. How the two enter the layer differs 
 
 Training ("training-time test", arXiv 2503.01840 section 3.2) computes only slots that draft; the others are keys and
 values at step 0. Rows of a batch lie one after another, so that documents, padding and prompts cost what they hold and
-no more. Drafting computes the same on plain tensors in few operations: a small drafter is bound by the number of its
+no more. Where several processes take a text together, each computes its part of the slots and gives the others their
+keys and values at step 0, which are all that one slot reads of another. Drafting computes the same on plain tensors in few operations: a small drafter is bound by the number of its
 operations and module calls, not by their size.
 
-Shapes: B rows, T tokens of a row, S = B * T slots, R of them draft, H hidden width, E width of what the layer makes of
-a token, W width of what the attention reads, Nq query heads, Nkv key-value heads, D head width, M slots of a cache,
-V vocabulary that the drafter has logits for.
+Shapes: B rows, T tokens of a row, S = B * T slots, L of them in this process's part, R of those draft, H hidden width,
+E width of what the layer makes of a token, W width of what the attention reads, Nq query heads, Nkv key-value heads,
+D head width, M slots of a cache, V vocabulary that the drafter has logits for.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -39,6 +41,30 @@ from draftsmith.models.slots.window import Window
 # --- training
 
 
+@dataclass
+class Unrolling:
+    """The slots of a batch that draft, and over how many steps."""
+
+    batch: Batch
+    slots: DraftingSlots
+    num_steps: int
+
+    def fed_ids(self) -> Tensor:
+        """Return the tokens that the part's slots are fed with, [L + steps - 1] int64: place i is of slot i at step 0.
+
+        At step k it is of slot i - k.
+        """
+        part, token_ids = self.slots.part, self.batch.token_ids.flatten()
+        places = torch.arange(part.first + 1, part.last + self.num_steps, device=token_ids.device)
+        return token_ids.index_select(0, places.clamp(max=len(token_ids) - 1))
+
+    def all_slots(self) -> DraftingSlots:
+        """Return all slots of the part, as if all drafted."""
+        host, part = self.batch.on_host, self.slots.part
+        counted = part.within(torch.ones_like(host.loss_mask))
+        return DraftingSlots.from_counted(counted, host.positions, part).to(self.slots.index.device)
+
+
 class UnrolledLayer(ABC):
     """The layer on a batch, unrolled over steps which share what it makes of the tokens.
 
@@ -50,14 +76,16 @@ class UnrolledLayer(ABC):
         layer: DecoderLayer,
         rotary: nn.Module,
         fed: Tensor,
-        batch: Batch,
-        num_steps: int,
+        unrolling: Unrolling,
         deeper: Sequence[DeeperLayer] = (),
     ) -> None:
-        """`fed` [S, E]: what the layer makes of each token, the same at every step."""
-        self.layer, self.fed, self.deeper, self.batch = layer, fed, deeper, batch
-        self.positions = batch.positions.expand_as(batch.token_ids).flatten()  # [S]
-        self.rotary = rotary_table(rotary, batch.token_ids.shape[1] + num_steps, fed)
+        """`fed` [L + steps - 1, E]: what the layer makes of each of `fed_ids`, the same at every step."""
+        self.layer, self.fed, self.deeper, self.unrolling = layer, fed, deeper, unrolling
+        self.slots, self.part = unrolling.slots, unrolling.slots.part
+        self.places = self.slots.index_in_part
+        batch = unrolling.batch
+        self.positions = self.part.of(batch.positions.expand_as(batch.token_ids))  # [L]
+        self.rotary = rotary_table(rotary, batch.token_ids.shape[1] + unrolling.num_steps, fed)
 
     @abstractmethod
     def enter(self, fed: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,48 +98,43 @@ class UnrolledLayer(ABC):
         """Return the residual [R, H] to which the attention's output is added, from that of `enter`."""
         return entered
 
-    def run(
-        self, features: Tensor, slots: DraftingSlots, num_steps: int, detach: bool = False, recompute: bool = False
-    ) -> Iterator[Tensor]:
-        """Yield the output [R, H] of each step at the drafting slots, from features [S, H].
+    def run(self, features: Tensor, detach: bool = False, recompute: bool = False) -> Iterator[Tensor]:
+        """Yield the output [R, H] of each step at the drafting slots, from features [L, H].
 
         Step k feeds x_{t+1+k} into slot t, at position t + k, with the output of step k - 1 in place of the feature.
         Where that reaches beyond the document nothing is counted, and no other slot sees it. `detach`: no gradient
         flows from one step into the one before; `recompute`: the backward pass computes steps again.
         """
-        residual, query, key, value = self.project(features, self.fed.roll(-1, 0), self.positions)
-        read = slots
-        if self.deeper:
-            on_host = self.batch.on_host
-            read = DraftingSlots.from_counted(torch.ones_like(on_host.loss_mask), on_host.positions).to(query.device)
-        residual, query = residual.index_select(0, read.index), query.index_select(0, read.index)
-        hidden = self.finish(residual, query, (key, value), [], read)
+        residual, query, key, value = self.project(features, self.fed[: len(self.part)], self.positions)
+        text = self.part.joined(key), self.part.joined(value)
+        read = self.unrolling.all_slots() if self.deeper else self.slots
+        places = read.index_in_part
+        residual, query = residual.index_select(0, places), query.index_select(0, places)
+        hidden = self.finish(residual, query, text, [], read)
         hidden, deeper = self.go_deeper(hidden, self.positions, [], read)
-        steps = [[(key, value), *deeper]]  # of the text, then of each step
+        steps = [[text, *deeper]]  # of the text, then of each step
         if self.deeper:
-            hidden = hidden.index_select(0, slots.index)
+            hidden = hidden.index_select(0, self.places)
         yield hidden
-        for k in range(1, num_steps):
+        for k in range(1, self.unrolling.num_steps):
             if detach:
                 hidden = hidden.detach()
-            step = (hidden, k, steps, slots)
+            step = (hidden, k, steps)
             hidden, newest = checkpoint(self.step, *step, use_reentrant=False) if recompute else self.step(*step)
             steps = [*steps, newest]
             yield hidden
 
-    def step(
-        self, hidden: Tensor, k: int, before: list[list[KeyValue]], slots: DraftingSlots
-    ) -> tuple[Tensor, list[KeyValue]]:
+    def step(self, hidden: Tensor, k: int, before: list[list[KeyValue]]) -> tuple[Tensor, list[KeyValue]]:
         """Return the output [R, H] of step k >= 1 from that of the step before, and each layer's own key and value.
 
         `before`: those of the text and of the steps before.
         """
-        fed = self.fed.index_select(0, (slots.index + 1 + k).clamp(max=len(self.fed) - 1))
-        positions = self.positions[slots.index] + k
+        fed = self.fed.index_select(0, self.places + k)
+        positions = self.positions[self.places] + k
         residual, query, key, value = self.project(hidden, fed, positions)
         text, *own = [step[0] for step in before]
-        hidden = self.finish(residual, query, text, [*own, (key, value)], slots)
-        hidden, deeper = self.go_deeper(hidden, positions, before, slots)
+        hidden = self.finish(residual, query, text, [*own, (key, value)], self.slots)
+        hidden, deeper = self.go_deeper(hidden, positions, before, self.slots)
         return hidden, [(key, value), *deeper]
 
     def go_deeper(
@@ -126,8 +149,8 @@ class UnrolledLayer(ABC):
             projected = layer.project(hidden[None], self.rotary, positions[None])
             value = projected[2][0].transpose(0, 1)
             query, key = (x[0].transpose(0, 1).to(value.dtype) for x in projected[:2])
-            pairs.append((key, value))
-            text, *own = [*(step[number] for step in before), (key, value)]
+            pairs.append((key, value) if before else (self.part.joined(key), self.part.joined(value)))
+            text, *own = [*(step[number] for step in before), pairs[-1]]
             hidden = layer.finish(hidden[None], unrolled_attention(query, text, own, slots)[None])[0]
         return self.output(hidden), pairs
 
@@ -163,7 +186,7 @@ def drafting_slots(
     Both are int64 [R], the first on the device and the second in the host's memory.
     """
     device, counted = batch.token_ids.device, [chain_loss.next_depth() for _ in range(depth)]
-    drafting = DraftingSlots.from_counted(counted[0], batch.on_host.positions)
+    drafting = DraftingSlots.from_counted(counted[0], batch.on_host.positions, chain_loss.part)
     rows = [marks.flatten()[drafting.index].nonzero()[:, 0] for marks in counted]
     on_device = send(torch.cat(rows), device).split(list(map(len, rows)))
     teachers = [drafting.index[row] + 1 + k for k, row in enumerate(rows)]

@@ -8,7 +8,7 @@ width.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.models.batch import send
 from draftsmith.models.kernels import has_flash_attention
+from draftsmith.models.text_team import TextPart
 
 KeyValue = tuple[Tensor, Tensor]
 
@@ -50,16 +51,17 @@ class SpanTable:
 
 @dataclass
 class DraftingSlots:
-    """From the first slot of each document that is counted to its last one, in order."""
+    """From the first slot of each document that is counted to its last one, in order, in one part of all slots."""
 
     spans: list[DraftingSpan]
     index: Tensor  # [R] int64 their places among all slots
+    part: TextPart
 
     @classmethod
-    def from_counted(cls, counted: Tensor, positions: Tensor) -> "DraftingSlots":
+    def from_counted(cls, counted: Tensor, positions: Tensor, part: TextPart | None = None) -> "DraftingSlots":
         """Return the spans of the slots counted [B, T] bool, given positions in the document [B or 1, T].
 
-        Both are in the host's memory, and so is the index.
+        Both are in the host's memory, and so is the index. No slot outside of the part is counted; None: all slots.
         """
         places = torch.arange(counted.numel(), device=counted.device)
         begins = (places.view_as(counted) - positions)[counted]  # where the document of each counted slot begins
@@ -69,10 +71,15 @@ class DraftingSlots:
         edges = torch.stack([texts, counted_places[ends - sizes], counted_places[ends - 1] + 1], 1).tolist()
         spans = [DraftingSpan(*edge) for edge in edges]
         index = torch.cat([places[span.first : span.last] for span in spans] or [places[:0]])
-        return cls(spans, index)
+        return cls(spans, index, part or TextPart.whole(counted.numel()))
 
     def to(self, device: torch.device) -> "DraftingSlots":
-        return DraftingSlots(self.spans, send(self.index, device))
+        return replace(self, index=send(self.index, device))
+
+    @property
+    def index_in_part(self) -> Tensor:
+        """The same places, counted from where the part begins."""
+        return self.index - self.part.first
 
     @cached_property
     def table(self) -> SpanTable:

@@ -18,6 +18,7 @@ from draftsmith.models.batch import Batch, send
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import shift_left
 from draftsmith.models.losses.divergences import Comparison, Divergence, Teacher, compiled_compare
+from draftsmith.models.text_team import TextPart
 
 if TYPE_CHECKING:
     from draftsmith.models.losses.divergence_kernels import FusedTeacher
@@ -298,14 +299,20 @@ class ChainLoss:
     A prediction counts when every token from x_{t+1} to the predicted one was written by the target, and those between
     are in the draft vocabulary, because only then would it be drafted. `next_depth` marks the slots that count, `add`
     takes which of them were right, `total` holds the weighted loss of all depths, and `sums` comes at the end.
+    All of them are of one part of the slots; those of all parts add up to the whole.
     """
 
-    def __init__(self, batch: Batch, draftable: Tensor | None = None) -> None:
-        """`draftable` [V] bool in the host's memory: the tokens that can be drafted, None: all."""
+    def __init__(self, batch: Batch, draftable: Tensor | None = None, part: TextPart | None = None) -> None:
+        """`draftable` [V] bool in the host's memory: the tokens that can be drafted, None: all. `part` None: all slots.
+
+        A token that is trained on counts in the part that holds its slot.
+        """
         host = batch.on_host
+        self.part = part or TextPart.whole(batch.token_ids.numel())
         self.device, self.loss_mask = batch.token_ids.device, host.loss_mask
         self.draftable = None if draftable is None else draftable[host.token_ids]  # [B, T]
-        self._roots = self._chains = shift_left(self.loss_mask, 1)  # [B, T] slots whose newest token the target wrote
+        # [B, T] slots whose newest token the target wrote
+        self._roots = self._chains = self.part.within(shift_left(self.loss_mask, 1))
         self._marked: list[tuple[Tensor, float]] = []  # for each depth, which slots count, and the share kept
         self.total = torch.zeros((), device=self.device)  # weighted loss of all depths
         self.added: list[RowLosses] = []  # of each depth so far
@@ -337,7 +344,7 @@ class ChainLoss:
         num_roots = self._roots.sum()
         accepted = self._number(num_roots) + self._accepted()
         sums = {
-            "loss": (self.total, self._number(self.loss_mask.sum())),
+            "loss": (self.total, self._number(self.part.within(self.loss_mask).sum())),
             "simulated_acceptance_length": (accepted, self._number(num_roots)),
         }
         for depth, (rows, (counted, _)) in enumerate(zip(self.added, self._marked, strict=False)):
