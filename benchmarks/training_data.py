@@ -67,7 +67,7 @@ def seconds_per_step(configs: dict[str, TrainConfig]) -> dict[str, float]:
         for name, (setup, source) in runs.items():
             start = time.perf_counter()
             batches = [(rows, setup.plan.collate(rows)) for rows in setup.plan.micro_batches(step, 0, 1)]
-            accumulate_gradients(setup.accelerator, setup.drafter, batches, source, Stages(setup.accelerator.device))
+            accumulate_gradients(setup, setup.drafter, batches, source, Stages(setup.accelerator.device))
             times[name].append(time.perf_counter() - start)
             setup.drafter.zero_grad()
     return {name: statistics.median(found[1:]) for name, found in times.items()}

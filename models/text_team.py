@@ -44,7 +44,8 @@ class Team:
         drafts = shift_left(batch.on_host.loss_mask, 1).flatten()
         costs = (1 + num_steps * drafts).cumsum(0)  # up to each slot, with it
         shares = costs[-1] * torch.tensor([self.place, self.place + 1]) // self.size
-        return TextPart(*torch.searchsorted(costs, shares, right=True).tolist(), num_slots, self)
+        first, last = torch.searchsorted(costs, shares, right=True).tolist()
+        return TextPart(first, last, num_slots, self)
 
 
 @dataclass(frozen=True)

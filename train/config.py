@@ -131,6 +131,7 @@ class RunConfig:
     # The target's layers: whole on each device, in pieces on those of each machine or of all machines, or in turn on
     # the GPUs of one process.
     target_placement: Literal["replicated", "sharded", "sharded_over_machines", "device_map"] = "replicated"
+    processes_per_text: Count = 1  # of a machine, which take each text together, if the drafter can divide it
     wandb_project: Name | None = None  # None: no wandb
     keep_checkpoints: Count | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: Seconds = 1800.0  # that a process waits for the others before it gives up

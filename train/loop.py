@@ -90,6 +90,7 @@ class TrainingRun:
     def __init__(self, config: TrainConfig, setup: Setup, folder: Path, stages: Stages, stop: StopRequest) -> None:
         self.config, self.setup, self.folder, self.stages, self.stop = config, setup, folder, stages, stop
         self.accelerator, self.drafter, self.plan = setup.accelerator, setup.drafter, setup.plan
+        self.teams = setup.teams
         self.source = feature_source(config, setup.store, self.plan, self.drafter, self.accelerator, stages)
         on_main = self.accelerator.is_main_process
         vocabulary = vocabulary_of(self.drafter, self.plan, self.source, setup.target)
@@ -108,7 +109,7 @@ class TrainingRun:
         # a step that DeepSpeed has taken cannot be skipped
         max_nonfinite = 1 if steps_in_backward(self.accelerator) else config.optimizer.max_nonfinite_steps
         self.nonfinite_steps = NonFiniteSteps(folder, max_nonfinite, on_main)
-        self.held_out = HeldOutSamples(self.accelerator, self.model, self.plan, self.source, stages)
+        self.held_out = HeldOutSamples(self.accelerator, self.teams, self.model, self.plan, self.source, stages)
         self.evaluator: Evaluator | None = None
         if setup.prompts:
             self.evaluator = Evaluator(
@@ -164,8 +165,8 @@ class TrainingRun:
         return step % run.checkpoint_every == 0 or step == run.steps or falls
 
     def load(self, step: int) -> list[tuple[MicroBatch, Batch]]:
-        """Return this rank's micro-batches of a step, in memory from which a GPU can copy them by itself."""
-        micro_batches = self.plan.micro_batches(step, self.accelerator.process_index, self.accelerator.num_processes)
+        """Return this team's micro-batches of a step, in memory from which a GPU can copy them by itself."""
+        micro_batches = self.plan.micro_batches(step, self.teams.number, self.teams.count)
         batches, on_gpu = list(map(self.plan.collate, micro_batches)), self.accelerator.device.type == "cuda"
         for micro_batch, batch in zip(micro_batches, batches, strict=True):
             self.source.read_ahead(micro_batch, batch, pin_memory=on_gpu)
@@ -180,7 +181,7 @@ class TrainingRun:
         """
         config, accelerator, stages = self.config, self.accelerator, self.stages
         stages.step = step + 1
-        seed_step(config.run.seed, step, accelerator.process_index)
+        seed_step(config.run.seed, step, self.teams.number)
         rate = learning_rate(step, config.run.steps, config.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.drafter.progress = step / config.run.steps
@@ -189,7 +190,7 @@ class TrainingRun:
         batches = [(micro_batch, batch.to(accelerator.device)) for micro_batch, batch in batches]
 
         tokens = config.data.batch_size if self.plan.in_tokens else None
-        batch_sums = accumulate_gradients(accelerator, self.model, batches, self.source, stages, tokens)
+        batch_sums = accumulate_gradients(self.setup, self.model, batches, self.source, stages, tokens)
         stages.enter("communication")
         norm = clip_gradient(accelerator, self.model, config.optimizer.max_gradient_norm)
         finite = all_finite(norm, [sums["loss"][0] for sums in batch_sums])
@@ -197,7 +198,8 @@ class TrainingRun:
         stages.enter("optimizer")
         if agreed.finite:
             self.optimizer.step()
-            self.meter.add(batch_sums, sum(self.plan.num_tokens(micro_batch) for micro_batch, _ in batches))
+            tokens_read = sum(self.plan.num_tokens(micro_batch) for micro_batch, _ in batches)
+            self.meter.add(batch_sums, tokens_read / self.teams.own.size)
         else:
             self.meter.skip()
         self.optimizer.zero_grad()

@@ -112,7 +112,7 @@ def overfit(config: TrainConfig, num_sequences: int) -> Overfit:
         task = progress.add_task(f"overfitting {drafter.kind}", total=STEPS, detail="")
         for step in range(STEPS):
             set_learning_rate(optimizer, learning_rate(step, STEPS, schedule))
-            (sums,) = accumulate_gradients(setup.accelerator, model, [([], gate.batch)], gate.features, stages)
+            (sums,) = accumulate_gradients(setup, model, [([], gate.batch)], gate.features, stages)
             setup.accelerator.clip_grad_norm_(model.parameters(), schedule.max_gradient_norm)
             optimizer.step()
             optimizer.zero_grad()

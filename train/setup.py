@@ -34,6 +34,7 @@ from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
+from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.inputs.features import check_images, load_target, open_store
 from draftsmith.train.inputs.on_policy import OnPolicy
 from draftsmith.train.run_folder.vocabulary import DraftVocabulary, vocabulary_text
@@ -47,6 +48,7 @@ class Setup:
     """Everything that a run needs, loaded and checked."""
 
     accelerator: Accelerator
+    teams: Teams
     target: Target  # without its layers where features are stored
     drafter: Drafter
     plan: BatchPlan
@@ -59,6 +61,7 @@ def set_up(config: TrainConfig) -> Setup:
     """Load target and data, and build the drafter. Raises `UserError` for whatever does not fit together."""
     accelerator = make_accelerator(config)
     check_placement(config, accelerator)
+    teams = Teams.of(config, accelerator)
     if config.run.compile:
         check_compiles(accelerator.device)
     bare_target = Target.without_weights(config.target)
@@ -78,12 +81,12 @@ def set_up(config: TrainConfig) -> Setup:
     set_chat(target, read_chat(folder))  # prompts of the evaluation are rendered as those trained on
     check_prepared(folder, target)
     check_samples(samples, target, row_length(config.data, samples, target), str(folder))
-    plan = plan_batches(config, samples, target, accelerator.num_processes)
+    plan = plan_batches(config, samples, target, teams)
     prompts = evaluation_prompts(config.evaluation, target)
     set_seed(config.run.seed)
     counts = token_counts(plan, target.vocab_size)
     drafter = starting_drafter(config, target, counts).to(accelerator.device)
-    drafter.compile_loss = config.run.compile
+    drafter.compile_loss, drafter.team = config.run.compile, teams.own
     drafter.trained_length = max(drafter.trained_length or 0, max(plan.lengths[index] for index in plan.trained))
     if target.has_layers:
         check_capture(target, drafter.layer_ids, samples[0].token_ids)
@@ -94,7 +97,7 @@ def set_up(config: TrainConfig) -> Setup:
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
-    return Setup(accelerator, target, drafter, plan, store, prompts, on_policy)
+    return Setup(accelerator, teams, target, drafter, plan, store, prompts, on_policy)
 
 
 def check_compiles(device: torch.device) -> None:
@@ -111,15 +114,13 @@ def row_length(data: DataConfig, samples: Samples, target: Target) -> int:
     return min(data.max_length or min(needed, data.tokens_per_micro_batch), target.context)
 
 
-def plan_batches(config: TrainConfig, samples: Samples, target: Target, num_ranks: int) -> BatchPlan:
+def plan_batches(config: TrainConfig, samples: Samples, target: Target, teams: Teams) -> BatchPlan:
     """Return the plan of the run's batches. Raises `UserError` where they cannot be made."""
-    data = config.data
+    data, num_teams = config.data, teams.count
     in_tokens = data.batch_unit == "tokens"
-    if not in_tokens and data.batch_size % num_ranks:
-        near = max(1, data.batch_size // num_ranks) * num_ranks
-        raise UserError(
-            f"data.batch_size={data.batch_size}: {num_ranks} processes share it; give data.batch_size={near}"
-        )
+    if not in_tokens and data.batch_size % num_teams:
+        near = max(1, data.batch_size // num_teams) * num_teams
+        raise UserError(f"data.batch_size={data.batch_size}: {teams} share it; give data.batch_size={near}")
     if data.packing and data.features == "online" and target.carries_states:
         raise UserError(
             f"data.packing: layers of {target.name} carry a running state along a row, from one sample into the next: "
@@ -138,21 +139,21 @@ def plan_batches(config: TrainConfig, samples: Samples, target: Target, num_rank
             data.packing,
             multiple,
             in_tokens,
-            num_ranks,
+            num_teams,
             held_out_samples(samples, data.held_out_prompts),
         )
 
     plan = planned()
     if in_tokens:
-        check_tokens_per_step(plan, data)
+        check_tokens_per_step(plan, data, teams)
     elif len(plan.trained) < data.batch_size:
-        fit_batch_size(config, len(plan.trained), length, num_ranks)
+        fit_batch_size(config, len(plan.trained), length, teams)
         plan = planned()
     return plan
 
 
-def check_tokens_per_step(plan: BatchPlan, data: DataConfig) -> None:
-    """Refuse steps of more tokens than there are or than no sample has, and fewer samples than processes."""
+def check_tokens_per_step(plan: BatchPlan, data: DataConfig, teams: Teams) -> None:
+    """Refuse steps of more tokens than there are or than no sample has, and fewer samples than teams of processes."""
     trained = [plan.num_trained[index] for index in plan.trained]
     least, most = max(trained), sum(trained)
     if not least <= data.batch_size <= most:
@@ -161,19 +162,19 @@ def check_tokens_per_step(plan: BatchPlan, data: DataConfig) -> None:
             f"of them on {most}; give a number between them"
         )
     if not plan.steps_per_epoch:
-        raise UserError(f"{plan.num_ranks} processes share the samples in {data.samples}: prepare more than that")
+        raise UserError(f"{teams} share the samples in {data.samples}: prepare more than that")
 
 
-def fit_batch_size(config: TrainConfig, num_samples: int, length: int, num_ranks: int) -> None:
+def fit_batch_size(config: TrainConfig, num_samples: int, length: int, teams: Teams) -> None:
     """Make batches of less samples than the recipe's where there are not as many, so that an epoch has a few steps.
 
-    Raises `UserError` where the user asked for the size, and where there is not a sample for each process.
+    Raises `UserError` where the user asked for the size, and where there is not a sample for each team of processes.
     """
     data = config.data
-    fitting = num_ranks << max(0, (num_samples // (3 * num_ranks)).bit_length() - 1)
+    fitting = teams.count << max(0, (num_samples // (3 * teams.count)).bit_length() - 1)
     few = f"{num_samples} samples in {data.samples} that have something to train on within {length} tokens"
     if fitting > num_samples:
-        raise UserError(f"{num_ranks} processes share the {few}: prepare more")
+        raise UserError(f"{teams} share the {few}: prepare more")
     if "data.batch_size" in config.explicit_keys:
         raise UserError(f"data.batch_size={data.batch_size} exceeds the {few}: give data.batch_size={fitting}")
     if PartialState().is_main_process:

@@ -14,15 +14,16 @@ from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
 from draftsmith.models.losses.chain_loss import LossSums
 from draftsmith.train.process.stages import Stages
+from draftsmith.train.setup import Setup
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all random numbers of a step on a rank, so that they depend on nothing that came before."""
-    torch.manual_seed((seed * 1_000_003 + step) * 4099 + rank)
+def seed_step(seed: int, step: int, team: int) -> None:
+    """Seed all random numbers of a step in a team, so that they depend on nothing that came before."""
+    torch.manual_seed((seed * 1_000_003 + step) * 4099 + team)
 
 
 def accumulate_gradients(
-    accelerator: Accelerator,
+    setup: Setup,
     model: torch.nn.Module,
     batches: list[tuple[MicroBatch, Batch]],
     source: FeatureSource,
@@ -35,8 +36,10 @@ def accumulate_gradients(
     the same in whichever step it stands.
     """
     stages.enter("communication")
+    accelerator, team = setup.accelerator, setup.teams.own
     own_tokens = torch.stack([batch.loss_mask.sum() for _, batch in batches]).sum()
-    num_tokens = tokens_of_step or accelerator.reduce(own_tokens, "sum").clamp(min=1)
+    # all members of a team count the tokens that they train on together
+    num_tokens = tokens_of_step or (accelerator.reduce(own_tokens, "sum") // team.size).clamp(min=1)
     batch_sums = []
     for number, (micro_batch, batch) in enumerate(batches, 1):
         stages.enter("target")

@@ -39,7 +39,7 @@ class KeptFeatures:
     def __init__(
         self, folder: Path, contents: Contents, plan: BatchPlan, target: Target, most_bytes: float, rank: int, of: int
     ) -> None:
-        """Find what is there, unchecked. `most_bytes` of the folder are shared by the ranks, of which there are `of`.
+        """Find what is there, unchecked. `most_bytes` of the folder are shared by those that keep, `of` of all ranks.
 
         Raises `UserError` where another run keeps features there, and where the disk has no room for them.
         """

@@ -6,8 +6,8 @@ output takes the place of the next feature. How the two enter the layer differs 
 Training ("training-time test", arXiv 2503.01840 section 3.2) computes only slots that draft; the others are keys and
 values at step 0. Rows of a batch lie one after another, so that documents, padding and prompts cost what they hold and
 no more. Where several processes take a text together, each computes its part of the slots and gives the others their
-keys and values at step 0, which are all that one slot reads of another. Drafting computes the same on plain tensors in few operations: a small drafter is bound by the number of its
-operations and module calls, not by their size.
+keys and values at step 0, which are all that a slot reads of other slots. Drafting computes the same on plain tensors
+in few operations: a small drafter is bound by the number of its operations and module calls, not by their size.
 
 Shapes: B rows, T tokens of a row, S = B * T slots, L of them in this process's part, R of those draft, H hidden width,
 E width of what the layer makes of a token, W width of what the attention reads, Nq query heads, Nkv key-value heads,

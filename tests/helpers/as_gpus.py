@@ -33,8 +33,9 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it would take minutes
-PartialState._prepare_backend = backend
-PartialState.set_device = set_device
+if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & os.environ.keys():  # else it knows processes of a CPU
+    PartialState._prepare_backend = backend
+    PartialState.set_device = set_device
 reduce = Accelerator.reduce
 
 if __name__ == "__main__":

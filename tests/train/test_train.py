@@ -87,7 +87,7 @@ def test_a_token_weighs_the_same_in_every_step(base: dict[str, Any], tmp_path: P
         setup.drafter.zero_grad()
         micro_batch = [[index] for index in indices]
         batches = [(micro_batch, setup.plan.collate(micro_batch))]
-        accumulate_gradients(setup.accelerator, setup.drafter, batches, source, stages, config.data.batch_size)
+        accumulate_gradients(setup, setup.drafter, batches, source, stages, config.data.batch_size)
         return torch.cat([p.grad.flatten() for p in setup.drafter.parameters() if p.grad is not None])
 
     few, many = setup.plan.trained[:2], setup.plan.trained[2:9]

@@ -12,6 +12,7 @@ from torch import nn
 from draftsmith.data.features.stored import FeatureSource
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.train.hardware.layouts import back_to_pieces
+from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.run_folder.learning_curve import CurvePoint
 
@@ -36,22 +37,29 @@ class HeldOutSamples:
     """The samples of a plan that are not trained on, to measure the drafter on."""
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, plan: BatchPlan, source: FeatureSource, stages: Stages
+        self,
+        accelerator: Accelerator,
+        teams: Teams,
+        model: nn.Module,
+        plan: BatchPlan,
+        source: FeatureSource,
+        stages: Stages,
     ) -> None:
         """`model` is the drafter as the accelerator has prepared it."""
-        self.accelerator, self.model, self.plan, self.source, self.stages = accelerator, model, plan, source, stages
+        self.accelerator, self.teams, self.model = accelerator, teams, model
+        self.plan, self.source, self.stages = plan, source, stages
         self.micro_batches = plan.held_out_batches()
 
     @torch.no_grad()
     def measure(self, step: int) -> CurvePoint:
         """Return the point of the learning curve after so many steps. All processes call this together."""
-        accelerator = self.accelerator
+        accelerator, teams = self.accelerator, self.teams
         self.model.eval()
         sums = torch.zeros(2, 2, dtype=torch.float64, device=accelerator.device)
-        for first in range(0, len(self.micro_batches), accelerator.num_processes):
+        for first in range(0, len(self.micro_batches), teams.count):
             self.stages.enter("evaluation")
-            number = first + accelerator.process_index
-            # all processes pass through layers in pieces together: one without a share reads the last one's, uncounted
+            number = first + teams.number
+            # all processes pass through layers in pieces together: a team without a share reads the last one, uncounted
             micro_batch = self.micro_batches[min(number, len(self.micro_batches) - 1)]
             batch = self.plan.collate(micro_batch).to(accelerator.device)
             with accelerator.autocast():

@@ -25,7 +25,7 @@ class Meter:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, drafter: Drafter, stages: Stages) -> None:
         self._accelerator, self._stages = accelerator, stages
         self._pairs: dict[str, list[Tensor]] = defaultdict(list)
-        self._tokens_read = self._skipped = 0
+        self._tokens_read, self._skipped = 0.0, 0
         self._devices = target_devices(config, accelerator.device)
         self._peak = peak_of(accelerator.device)  # operations a second
         self._operations = 0.0  # a token
@@ -33,8 +33,8 @@ class Meter:
             weights = target_weights(drafter.target.config, config.target)
             self._operations = operations_per_token(config, weights, drafter)
 
-    def add(self, batch_sums: list[LossSums], tokens_read: int) -> None:
-        """Add a step: its sums, and the number of tokens that this rank read."""
+    def add(self, batch_sums: list[LossSums], tokens_read: float) -> None:
+        """Add a step: its sums, and the number of tokens that this rank read; of a text that a team took, its share."""
         self._tokens_read += tokens_read
         for sums in batch_sums:
             for name, pair in sums.items():
@@ -56,7 +56,7 @@ class Meter:
         reduced = {name: reduce(torch.stack(pairs).sum(0), "sum").tolist() for name, pairs in self._pairs.items()}
         device = self._accelerator.device
         memory = torch.tensor([self._peak_memory()], dtype=torch.float64, device=device)
-        of_rank = [*self._stages.flush().values(), float(self._tokens_read)]
+        of_rank = [*self._stages.flush().values(), self._tokens_read]
         *seconds, tokens_read = reduce(torch.tensor(of_rank, dtype=torch.float64, device=device), "mean").tolist()
         stages = dict(zip(STAGES, seconds, strict=True))
         in_steps = sum(spent for name, spent in stages.items() if name not in OUTSIDE_STEPS)
@@ -72,7 +72,7 @@ class Meter:
         values |= {f"time_share_{name}": spent / sum(seconds) for name, spent in stages.items()}
         values["skipped_steps"] = self._skipped
         self._pairs.clear()
-        self._tokens_read = self._skipped = 0
+        self._tokens_read, self._skipped = 0.0, 0
         return values
 
     def _peak_memory(self) -> float:

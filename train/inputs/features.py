@@ -25,6 +25,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.support import read_decoded
 from draftsmith.models.target.target import Features, check_layer_ids
+from draftsmith.models.text_team import Team
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.placement import check_room_to_store, devices_of_layers
 from draftsmith.train.process.faults import failing_together
@@ -81,6 +82,32 @@ class FeaturesOfServers(RunFeatures):
 
     def stop(self) -> None:
         self.servers.stop()
+
+
+class FeaturesOfFirst(RunFeatures):
+    """The features that the first member of a team gets, and sends to the others."""
+
+    def __init__(self, source: RunFeatures, team: Team) -> None:
+        super().__init__(source.target, source.layer_ids)
+        self.source, self.team, self.steps_ahead = source, team, source.steps_ahead
+
+    def __call__(self, micro_batch: MicroBatch, batch: Batch) -> Features:
+        if self.team.place == 0:
+            found = self.source(micro_batch, batch)
+        else:
+            shape = *batch.token_ids.shape, self.target.hidden_size
+            states = torch.empty(shape, dtype=self.target.dtype, device=self.target.device)
+            num_layers = len(self.layer_ids)
+            found = Features(states, states.repeat(1, 1, num_layers) if num_layers else None)
+        layers = None if found.layers is None else self.team.send_(found.layers.contiguous())
+        return Features(self.team.send_(found.last_hidden.contiguous()), layers)
+
+    def read_ahead(self, micro_batch: MicroBatch, batch: Batch, pin_memory: bool) -> None:
+        if self.team.place == 0:
+            self.source.read_ahead(micro_batch, batch, pin_memory)
+
+    def stop(self) -> None:
+        self.source.stop()
 
 
 def load_target(config: TrainConfig, device: torch.device) -> Target:
@@ -175,16 +202,19 @@ def feature_source(
 ) -> RunFeatures:
     """Return the source of the run's features; a store is checked, and what is missing in it written first.
 
+    Servers are asked once for what a team of processes reads together; all else each member gets by itself.
+
     Raises `UserError`, on every rank, naming a shard that is damaged or holds something else, and for servers that give
     no features of the drafter's target.
     """
-    target = drafter.target
+    target, team = drafter.target, drafter.team
     if config.data.features == "streamed":
         servers = streamed_features(config, drafter.layer_ids, plan, target)
         if config.data.features_kept_gb:
             servers.kept = open_kept(config, drafter.layer_ids, target, plan, accelerator)
-        num_ahead = steps_ahead(bytes_per_step(drafter, plan) / accelerator.num_processes)
-        return FeaturesOfServers(servers, target, drafter.layer_ids, num_ahead)
+        num_ahead = steps_ahead(bytes_per_step(drafter, plan) * team.size / accelerator.num_processes)
+        source = FeaturesOfServers(servers, target, drafter.layer_ids, num_ahead)
+        return source if team.size == 1 else FeaturesOfFirst(source, team)
     if store is None:
         return RunFeatures(target, drafter.layer_ids)
     check_shards(store, accelerator)
@@ -214,9 +244,9 @@ def open_kept(
     """Return what is kept of streamed features, checked as stored ones are."""
     contents = contents_of(config, layer_ids, target, plan)
     folder, most_bytes = folder_of(config, "kept", contents), config.data.features_kept_gb * 1e9
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    rank, num_keepers = accelerator.process_index, accelerator.num_processes // config.run.processes_per_text
     with failing_together():
-        kept = KeptFeatures(folder, contents, plan, target, most_bytes, rank, num_ranks)
+        kept = KeptFeatures(folder, contents, plan, target, most_bytes, rank, num_keepers)
     try:
         check_shards(kept.store, accelerator)
     except UserError:

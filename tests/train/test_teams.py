@@ -1,0 +1,161 @@
+"""Texts that processes take together (`run.processes_per_text`): every number of a run is that of one process."""
+
+import os
+import random
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import arguments, base_of, final_weights, make_config, of_the_run
+from states_server import LAYER_IDS
+from streamed_runs import two_servers
+
+import draftsmith.recipes
+from draftsmith.data.samples.folder import write_samples
+from draftsmith.data.samples.sample import Sample
+from draftsmith.inference.measuring.spans import Span
+from draftsmith.models import Target
+from draftsmith.models.errors import UserError
+from draftsmith.train import train
+from draftsmith.train.hardware.teams import check_teams
+from draftsmith.train.run_folder.learning_curve import learning_curve
+from draftsmith.train.run_folder.tracking import read_metrics
+
+AS_GPUS = Path(__file__).parents[1] / "helpers" / "as_gpus.py"
+LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
+TOLERANCE = 1e-4
+# Rows of several samples, and of several lengths; each step has two micro-batches at least.
+SETTINGS = {
+    "data.held_out_prompts": 2,
+    "data.max_length": 96,
+    "data.tokens_per_micro_batch": 192,
+    "run.steps": 9,
+    "run.checkpoint_every": 9,
+    "optimizer.learning_rate": 1e-3,
+}
+STORED = {"data.features": "stored", "data.features_dtype": "float32"}
+Run = tuple[str, dict[str, Any]]  # family, and settings over SETTINGS
+
+
+@pytest.fixture(scope="module")
+def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Random texts of very different lengths, of which the target wrote the last two thirds."""
+    folder = tmp_path_factory.mktemp("data")
+    base = {**base_of(tiny_target_dir, tiny_target, folder), **SETTINGS}
+    chance, samples = random.Random(0), []
+    for prompt in range(48):
+        length = chance.randrange(8, 90)
+        ids = [chance.randrange(3, tiny_target.vocab_size) for _ in range(length)]
+        samples.append(Sample(ids, [Span(length // 3, length)], prompt_index=prompt))
+    write_samples(folder / "samples", [samples], iter)
+    return base
+
+
+def in_teams(
+    python: str, base: dict[str, Any], folder: Path, runs: dict[str, Run], processes: int, config: str = "cpu"
+) -> None:
+    """Train all runs in teams of two, in the same processes."""
+    words: list[str] = []
+    for name, (kind, changes) in runs.items():
+        settings = {**base, **changes, "run.processes_per_text": 2}
+        given = [word for word in arguments(settings, folder / name) if not word.startswith("run.device")]
+        words += [*(["--then"] if words else []), kind, *given]
+    command = [python, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{config}.yaml")]
+    command += ["--num_processes", str(processes), "--main_process_port", "0", str(AS_GPUS), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stderr[-3000:]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """All that a run tells of its steps, and then of its held-out samples."""
+    points = [asdict(point) for point in learning_curve(run)]
+    assert points
+    return [*map(of_the_run, read_metrics(run)), *points]
+
+
+def assert_same_run(found: Path, alone: Path) -> None:
+    for one, expected in zip(numbers(found), numbers(alone), strict=True):
+        assert one == pytest.approx(expected, rel=TOLERANCE, abs=1e-9)
+    weights = final_weights(alone)
+    for name, weight in final_weights(found).items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=1e-4)
+
+
+def check(python: str, base: dict[str, Any], folder: Path, runs: dict[str, Run], processes: int, **how: Any) -> None:
+    in_teams(python, base, folder, runs, processes, **how)
+    for name, (kind, changes) in runs.items():
+        config = make_config(kind, {**base, **changes}, folder / f"{name}-alone")
+        assert_same_run(folder / name, train(config))
+
+
+def test_two_processes_take_each_text_together(python: str, base: dict[str, Any], tmp_path: Path) -> None:
+    """EAGLE-3 with the target beside it, on packed rows; EAGLE-1 with noise, from a store."""
+    runs: dict[str, Run] = {
+        "eagle3": ("eagle3", {"data.packing": True, "drafter.draft_vocab_size": 200}),
+        "eagle": ("eagle", {**STORED, "drafter.noise": 0.2, "data.features_dir": tmp_path / "features"}),
+    }
+    check(python, base, tmp_path, runs, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["cpu", "fsdp2", "zero3"])
+def test_two_teams_of_two(config: str, python: str, base: dict[str, Any], tmp_path: Path) -> None:
+    """Batches in samples and in tokens, deeper layers; noise hangs on the number of teams, and so it is left out."""
+    in_tokens = {"data.batch_unit": "tokens", "data.batch_size": 300}
+    deep = {"drafter.num_layers": 2, "drafter.recompute": True}
+    runs: dict[str, Run] = {
+        "packed": ("eagle3", {"data.packing": True, "drafter.draft_vocab_size": None}),
+        "deep": ("eagle3", {**in_tokens, **deep, "drafter.draft_vocab_size": None}),
+        "eagle": ("eagle", {"drafter.noise": 0.0}),
+    }
+    check(python, base, tmp_path, runs, 4, config=config)
+
+
+@pytest.mark.long
+def test_servers_are_asked_once_by_a_team(
+    python: str, base: dict[str, Any], tiny_target: Target, tmp_path: Path
+) -> None:
+    """Streamed features, kept from the first epoch on."""
+    streamed = {
+        "data.features": "streamed",
+        "data.features_kept_gb": 1,
+        "data.features_dtype": "float32",
+        "drafter.layer_ids": LAYER_IDS[:-1],
+        "drafter.draft_vocab_size": None,
+    }
+    with two_servers(tiny_target, tmp_path) as servers:
+        urls = {"data.features_endpoint": [server.url for server in servers]}
+        kept = {"data.features_dir": tmp_path / "kept-by-team"}
+        in_teams(python, base, tmp_path, {"streamed": ("eagle3", {**streamed, **urls, **kept})}, 2)
+        texts = [tuple(body["prompt"]) for server in servers for body in server.asked if "logprobs" in body]
+    online = {"drafter.layer_ids": LAYER_IDS[:-1], "drafter.draft_vocab_size": None}
+    assert_same_run(tmp_path / "streamed", train(make_config("eagle3", {**base, **online}, tmp_path / "alone")))
+    assert len(texts) > 48
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "processes", "told"),
+    [
+        ("dflash", 2, 2, "only drafters of the kinds eagle and eagle3 divide a text, not dflash: leave it out"),
+        ("eagle3", 2, 3, "makes no teams of the 3 processes of this machine: start a multiple of 2"),
+        ("eagle3", 2, 1, "makes no teams of the 1 processes of this machine: start a multiple of 2"),
+    ],
+)
+def test_what_makes_no_team_is_refused(
+    kind: str, size: int, processes: int, told: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    config = make_config(kind, base, tmp_path, run={"processes_per_text": size})
+    with pytest.raises(UserError, match=f"run.processes_per_text={size}:? {told}"):
+        check_teams(config, processes)
+
+
+def test_a_machine_has_whole_teams(base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six processes on two machines, three on each: a team of two would have one on either side."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    config = make_config("eagle3", base, tmp_path, run={"processes_per_text": 2})
+    with pytest.raises(UserError, match="makes no teams of the 3 processes of this machine"):
+        check_teams(config, 6)
