@@ -97,7 +97,8 @@ class Eagle(Drafter):
         """Yield the guesses of the target's last hidden state, which its own head reads."""
         drafting, counted = drafting_slots(chain_loss, batch, depth)
         layer = UnrolledEagleLayer(self, Unrolling(batch, drafting, depth))
-        guesses = layer.run(drafting.part.of(self.with_noise(features.last_hidden)))
+        features_read = self.with_noise(features.last_hidden)  # all members draw that of the whole batch
+        guesses = layer.run(drafting.part.of(features_read))
         for k, (guess, (rows, teachers)) in enumerate(zip(guesses, counted, strict=True)):
             yield Depth(guess[rows], self.target.logits, teachers, self.config.step_decay**k)
 

@@ -2,7 +2,8 @@
 
 The formulae count matrix products (2 operations a weight and token forward, 4 backward) and leave out attention scores,
 which are small below some 10,000 tokens. tests/train/test_scale.py compares them with what a step of each family
-takes. The share of a device's peak that a run reaches is an assumption here; training measures it.
+takes. Processes that take a text together divide what the drafter's layers keep of it. The share of a device's peak
+that a run reaches is an assumption here; training measures it.
 """
 
 import copy
@@ -94,7 +95,8 @@ def estimate(
     text = target_config.get_text_config()
     width, inner = text.hidden_size, int(getattr(text, "intermediate_size", 4 * text.hidden_size))
     states = (len(drafter.layer_ids) + 1) * width
-    kept = states + drafter.layer_passes * VALUES_KEPT * (3 * width + inner)  # values a token
+    of_layers = drafter.layer_passes * VALUES_KEPT * (3 * width + inner)
+    kept = states + of_layers / config.run.processes_per_text  # values a token
     logits = LOGIT_COPIES * CHUNK_ELEMENTS * 4.0
     if on_gpu:
         ids, passes = drafter.draft_to_target(), max(1.0, drafter.training_passes)

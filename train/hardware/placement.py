@@ -139,8 +139,9 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
     of_devices = f" over {len(shares)} GPUs" if target_placement == "device_map" else ""
     if num_pieces > 1:
         of_devices = f" over {num_pieces} processes"
+    of_text = f", {config.run.processes_per_text} processes a text" if config.run.processes_per_text > 1 else ""
     placement = Placement(
-        f"{num_ranks} x {accelerator.device.type}, {layout}, target {target_placement}{of_devices}",
+        f"{num_ranks} x {accelerator.device.type}, {layout}, target {target_placement}{of_devices}{of_text}",
         needed.ends_bytes + layer_bytes * shares[0],
         needed.drafter_bytes * drafter_share(layout, num_ranks),
         needed.working_bytes,
