@@ -1,15 +1,17 @@
 """What a step of EAGLE-3 takes of processes that take one long text together (`run.processes_per_text`), on a CPU.
 
-    python benchmarks/text_by_team.py [--lengths 8192 16384] [--sizes 1 2 4] [--steps 2]
+    python benchmarks/text_by_team.py [--lengths 8192 16384] [--sizes 1 2 4] [--steps 1]
 
 A text is one row, of which the first quarter is a prompt; seven unrolled steps train on the rest. Features are
 random and given, so that the drafter is measured alone. Each process has one thread, and all may share a core, so time
 is the CPU time of the member that took most, which leaves out what it waits. Memory is the most that a member's process
-ever held beyond what it held before the first step, with the features, which are whole on each member.
+ever held beyond what it held before the first step, with the features, which are whole on each member. The allocator
+gives large tensors back at once, so that what it keeps for itself is not counted.
 """
 
 import argparse
 import multiprocessing
+import os
 import platform
 import resource
 import tempfile
@@ -84,15 +86,19 @@ def member(place: int, size: int, length: int, steps: int, folder: str) -> Taken
 def measured(size: int, length: int, steps: int) -> list[Taken]:
     """Return what each member of a team took, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(size) as pool:
-        return pool.starmap(member, [(place, size, length, steps, folder) for place in range(size)], chunksize=1)
+        found = pool.starmap(member, [(place, size, length, steps, folder) for place in range(size)], chunksize=1)
+        pool.close()
+        pool.join()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1)
     args = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # bytes; read when a process starts
     machine = platform.processor() or platform.machine()
     drafter = made()
     print(f"{machine}, 1 thread a process, torch {torch.__version__}, commit {git_commit()}")
