@@ -238,14 +238,19 @@ MUTATIONS = (
         "gradient = 0.25 * q * (log_q",
     ),
     # the unrolled EAGLE-3 loss
-    Mutation("unrolled: the text is fed its own token", UNROLLED, "self.fed.roll(-1, 0)", "self.fed"),
+    Mutation(
+        "unrolled: slots are fed their own token",
+        UNROLLED,
+        "torch.arange(part.first + 1, part.last + self.num_steps",
+        "torch.arange(part.first, part.last + self.num_steps - 1",
+    ),
     Mutation(
         "unrolled: positions stand still",
         UNROLLED,
-        "self.positions[slots.index] + k",
-        "self.positions[slots.index]",
+        "self.positions[self.places] + k",
+        "self.positions[self.places]",
     ),
-    Mutation("unrolled: a step does not see itself", UNROLLED, "[*own, (key, value)], slots)", "own, slots)"),
+    Mutation("unrolled: a step does not see itself", UNROLLED, "[*own, (key, value)], self.slots)", "own, self.slots)"),
     Mutation(
         "unrolled: the text's part is not scaled down",
         ATTENTION,
