@@ -62,7 +62,9 @@ class TextPart:
         """Return the part of a process without others."""
         return cls(0, num_slots, num_slots, Team())
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """Number of its slots, which may be none."""
         return self.last - self.first
 
     def of(self, x: Tensor) -> Tensor:

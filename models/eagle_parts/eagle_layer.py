@@ -105,7 +105,7 @@ class UnrolledLayer(ABC):
         Where that reaches beyond the document nothing is counted, and no other slot sees it. `detach`: no gradient
         flows from one step into the one before; `recompute`: the backward pass computes steps again.
         """
-        residual, query, key, value = self.project(features, self.fed[: len(self.part)], self.positions)
+        residual, query, key, value = self.project(features, self.fed[: self.part.size], self.positions)
         text = self.part.joined(key), self.part.joined(value)
         read = self.unrolling.all_slots() if self.deeper else self.slots
         places = read.index_in_part

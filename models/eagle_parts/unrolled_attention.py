@@ -71,7 +71,7 @@ class DraftingSlots:
         edges = torch.stack([texts, counted_places[ends - sizes], counted_places[ends - 1] + 1], 1).tolist()
         spans = [DraftingSpan(*edge) for edge in edges]
         index = torch.cat([places[span.first : span.last] for span in spans] or [places[:0]])
-        return cls(spans, index, part or TextPart.whole(counted.numel()))
+        return cls(spans, index, TextPart.whole(counted.numel()) if part is None else part)
 
     def to(self, device: torch.device) -> "DraftingSlots":
         return replace(self, index=send(self.index, device))

@@ -308,7 +308,7 @@ class ChainLoss:
         A token that is trained on counts in the part that holds its slot.
         """
         host = batch.on_host
-        self.part = part or TextPart.whole(batch.token_ids.numel())
+        self.part = TextPart.whole(batch.token_ids.numel()) if part is None else part
         self.device, self.loss_mask = batch.token_ids.device, host.loss_mask
         self.draftable = None if draftable is None else draftable[host.token_ids]  # [B, T]
         # [B, T] slots whose newest token the target wrote

@@ -51,7 +51,9 @@ def check_teams(config: TrainConfig, num_ranks: int, layout: str) -> None:
         able = " and ".join(name for name, drafter in DRAFTERS.items() if drafter.divides_texts)
         raise UserError(f"{setting}: only drafters of the kinds {able} divide a text, not {kind}: leave it out")
     if layout == "ZeRO-3":
-        raise UserError(f"{setting}: ZeRO-3 fetches weights while members wait: start with recipes/launch/fsdp2.yaml")
+        raise UserError(
+            f"{setting}: under ZeRO-3 processes could wait for each other forever; start with recipes/launch/fsdp2.yaml"
+        )
     of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if of_machine % size:
         raise UserError(
