@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import untrained
+from drafters import TRAINABLE, untrained
 from families import LOCAL_EXPERTS, RUN_BY_ENGINES, SLIDES, family_config, plain_model
 from head_targets import save_head_target
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -25,6 +25,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.contenders import new_contenders
 from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.engine_rules.loader_rules import is_served
 from draftsmith.recipes.refreshing import refresh, traffic
 from draftsmith.recipes.refreshing.state import read_state
 
@@ -232,6 +233,14 @@ def test_a_target_that_cannot_be_used_is_told_in_a_line(
     refuse(by_refresh, "refresh", *given, "--drafter", champion)
 
 
+def test_a_target_without_an_end_has_no_token_for_masks(
+    log: Path, tiny_target_dir: Path, tmp_path: Path, refuse: Refuse
+) -> None:
+    copied(without_end)(tmp_path / "target", tiny_target_dir)
+    told = "--drafters: leave out dflash, which cannot be trained for .*: .* names no end of text for mask slots"
+    refuse(told, "auto", "--target", tmp_path / "target", "--traffic", log)
+
+
 def test_a_hub_that_cannot_be_reached_is_told_in_a_line(
     champion: Path, log: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +283,12 @@ def test_a_head_that_no_engine_finds_in_its_target_is_not_trained(log: Path, tmp
     told = "of mtp, no engine serves a Qwen3 target with a head for further tokens: train eagle3 or dflash"
     given = ("--target", tmp_path / "target", "--traffic", log, "--engine", "vllm", "--drafters", "mtp")
     refuse(told, "auto", *given)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_ordinary_target_lets_all_race_that_the_engine_serves(engine: str, tiny_target: Target) -> None:
+    kinds = [kind for kind in TRAINABLE if is_served(kind, engine)]
+    assert list(new_contenders(kinds, tiny_target, engine)) == kinds
 
 
 def test_kinds_that_the_engine_serves_race_without_the_others(tmp_path: Path, capsys: Any) -> None:
