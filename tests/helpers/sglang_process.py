@@ -37,4 +37,5 @@ def command_at_free_port(model: str, *options: str) -> tuple[str, str]:
     ]
     words += [word for backend in BACKENDS for word in (f"--{backend}", "intel_amx")]  # SGLang's backend for CPUs
     words += [word for limit, value in LIMITS.items() for word in (f"--{limit}", str(value))]
+    words.append("--sleep-on-idle")  # else a server that waits keeps a core busy
     return " ".join(["exec", shlex.join(words), *options]), f"http://127.0.0.1:{port}"
