@@ -36,7 +36,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 pytestmark = pytest.mark.engine
 KINDS = ("eagle3", "eagle", "draft_model")
 NUM_PROMPTS, NUM_NEW_TOKENS, DRAFT_LENGTH = 12, 48, 4
-LOAD = RequestSettings(Sampling(), batch_size=1, repeats=0)
+LOAD = RequestSettings(Sampling(), batch_size=1, repeats=1)
 
 
 @pytest.fixture(scope="module")
