@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.counters import Round, Stats
 from draftsmith.inference.decoding.decoder import OutputStats
 from draftsmith.inference.measuring.lossless import compare_outputs
 from draftsmith.inference.measuring.results import LosslessCheck
@@ -125,9 +125,14 @@ def counted_as_engines_do(
         batch_size=OUR_BATCH_SIZE,
         stop_at_eos=False,
     )
-    stats = Stats(draft.depth, num_emitted_tokens=sum(map(len, texts)))
-    for text, rounds in zip(texts, endless.rounds, strict=True):
-        for start, num_drafted, num_accepted in rounds:
+    return counted_until_end(texts, endless.rounds, draft.depth)
+
+
+def counted_until_end(texts: list[list[int]], rounds: list[list[Round]], draft_length: int) -> Stats:
+    """Return the counters of the rounds that begin within a text, where decoding went on behind the end of each."""
+    stats = Stats(draft_length, num_emitted_tokens=sum(map(len, texts)))
+    for text, of_text in zip(texts, rounds, strict=True):
+        for start, num_drafted, num_accepted in of_text:
             if start < len(text):
                 stats.count_round(num_drafted, num_accepted)
     return stats

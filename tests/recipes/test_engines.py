@@ -34,6 +34,7 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.schedule import Schedule, for_vllm
 from draftsmith.inference.measuring.certify import texts_check
 from draftsmith.inference.measuring.lossless import compare_outputs
+from draftsmith.inference.measuring.speed import counted
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
@@ -45,7 +46,7 @@ from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, RANDOM, RE
 from draftsmith.recipes.engine_rules.layout_check import tensor_problems
 from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
-from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, print_reports
+from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, counted_until_end, print_reports
 from draftsmith.recipes.serving.export import export_checkpoint
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
@@ -178,8 +179,10 @@ def test_sampled_texts_are_the_targets_and_as_many_tokens_are_accepted(
     assert texts_check(target, prompts, run.token_ids, Sampling(1.0)).p_value > 1e-4
     assert texts_check(target, prompts, run.token_ids, Sampling(0.9)).p_value < 1e-4
     decoder = SpeculativeDecoder(target, load_drafter(served(kind), target))
-    generation = resolve_settings(decoder.drafter, Sampling(1.0), MAX_NEW_TOKENS, 4, "one_hot")
-    ours = decoder.decode(prompts, generation, batch_size=16).stats.total
+    generation = resolve_settings(decoder.drafter, Sampling(1.0), MAX_NEW_TOKENS, 4, "one_hot", stop_at_eos=False)
+    endless = decoder.decode(prompts, generation, batch_size=16)
+    texts = [counted(ids, target.eos_token_ids, MAX_NEW_TOKENS) for ids in endless.token_ids]
+    ours = counted_until_end(texts, endless.rounds, 4)
     theirs = run.counters
     rates = [(counts.num_accepted_tokens / counts.num_drafts) for counts in (ours, theirs)]
     error = theirs.standard_error * (1 + theirs.num_drafts / ours.num_drafts) ** 0.5
