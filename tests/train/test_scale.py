@@ -75,6 +75,10 @@ SHAPE = LlamaConfig(  # of the target whose steps are measured
 )
 
 
+aten = torch.ops.aten
+PRODUCTS = {aten.mm: aten.mm, aten.addmm: aten.addmm, aten.addmm_: aten.addmm}  # operator -> whose operations it takes
+
+
 class Meter(TorchDispatchMode):
     """Operations of matrix products, without those of attention, and the most bytes of new tensors at once."""
 
@@ -85,8 +89,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.operations += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        if product := PRODUCTS.get(func._overloadpacket):
+            self.operations += flop_registry[product](*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()

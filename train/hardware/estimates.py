@@ -24,7 +24,7 @@ from draftsmith.train.config import TrainConfig
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
 VALUES_KEPT = 8  # values that a pass keeps a token for the gradients, in units of a layer's widths; as measured
-LOGIT_COPIES = 6  # copies of a chunk of logits that exist at once on a CPU: two sides, their logarithms, gradients
+LOGIT_COPIES = 4  # of a chunk of logits at once on a CPU: the target's, p and log p of them, the drafter's
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
 
 
