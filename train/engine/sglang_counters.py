@@ -1,8 +1,8 @@
 """SGLang's own counters of speculative decoding: it tells them with each answer, so that others may ask it meanwhile.
 
 Read in the released source of SGLang 0.5.23, and compared with a server of it (`pytest -m engine`). As in vLLM's
-counters, and other than in draftsmith's, accepted tokens behind the end of a text are among `num_accepted_tokens`. Other
-than in both, a round in which n-grams found nothing is a draft like others.
+counters, and other than in draftsmith's, accepted tokens behind the end of a text are among `num_accepted_tokens`.
+Other than in both, a round in which n-grams found nothing is a draft like others.
 """
 
 from dataclasses import dataclass
