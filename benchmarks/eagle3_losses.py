@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning import fit
+from learning import fit, steps_with_features
 
+from draftsmith.data.features.vocabulary import token_counts
 from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.data.samples.folder import read_samples
@@ -32,13 +33,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(target: Target, plan: BatchPlan, settings: dict[str, Any], steps: int) -> Drafter:
+def trained(target: Target, plan: BatchPlan, settings: dict[str, Any], num_steps: int) -> Drafter:
     """Return a drafter by the quickstart's recipe with other settings of its loss."""
     config = RECIPES["quickstart_eagle3"]()
     assert isinstance(config.drafter, Eagle3Config)
     torch.manual_seed(0)
     drafter = Eagle3.from_target(replace(config.drafter, **settings), target)
-    return fit(drafter, target, plan, config.optimizer, steps)
+    drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
+    return fit(drafter, steps_with_features(target, plan, drafter.layer_ids, num_steps), config.optimizer)
 
 
 def main() -> None:

@@ -24,13 +24,16 @@ from draftsmith.inference.measuring.environment import git_commit
 from draftsmith.inference.replay.replay import Recording, expected_stats, record, replay
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.batch import Batch
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.target.target import Features
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
 
+Step = tuple[Batch, Features]  # of training: a batch, and what the target gives for it
 DRAFT_LENGTH, MAX_NEW_TOKENS = 4, 64
 MODES: dict[float, VerificationMode] = {0.0: "greedy", 1.0: "probabilistic"}
 
@@ -56,31 +59,40 @@ VARIANTS = {
     "target's layer, Muon 4e-3": Variant(TARGET_START, MUON),
     "target's layer, Muon 8e-3": Variant(TARGET_START, {**MUON, "learning_rate": 8e-3}),
     "both, Muon 8e-3": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 8e-3}),
+    "both, Muon 1.6e-2": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 1.6e-2}),
+    "target's layer, EAGLE-3.1, Muon 8e-3": Variant(
+        {**TARGET_START, **EACH, "norm_output": True}, {**MUON, "learning_rate": 8e-3}
+    ),
     "both, Muon 8e-3, late decay": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 8e-3, "decay": "late"}),
 }
 
 
-def trained(kind: str, target: Target, plan: BatchPlan, variant: Variant, steps: int, seed: int) -> Drafter:
-    """Return a drafter of a variant after so many steps."""
+def trained(kind: str, target: Target, plan: BatchPlan, steps: list[Step], variant: Variant, seed: int) -> Drafter:
+    """Return a drafter of a variant after these steps of a plan."""
     recipe = RECIPES[f"quickstart_{kind}"]()
     plain: dict[str, Any] = {"starting_layers": "random", "feature_norm": "none", "norm_output": False}
     settings = {name: value for name, value in plain.items() if hasattr(recipe.drafter, name)} | variant.drafter
     torch.manual_seed(seed)
     drafter = DRAFTERS[kind].from_target(replace(recipe.drafter, **settings), target)
-    return fit(drafter, target, plan, OptimizerConfig(**{"learning_rate": 4e-3, **variant.optimizer}), steps)
-
-
-def fit(drafter: Drafter, target: Target, plan: BatchPlan, config: OptimizerConfig, steps: int) -> Drafter:
-    """Train a new drafter as the training loop does it, without its files, and return it."""
     drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
+    return fit(drafter, steps, OptimizerConfig(**{"learning_rate": 4e-3, **variant.optimizer}))
+
+
+def steps_with_features(target: Target, plan: BatchPlan, layer_ids: tuple[int, ...], num_steps: int) -> list[Step]:
+    """Return the first batches of a plan, which all variants of a seed are trained on."""
+    batches = [plan.collate(plan.micro_batches(step, 0, 1)[0]) for step in range(num_steps)]
+    return [(batch, target.features(batch, layer_ids)) for batch in batches]
+
+
+def fit(drafter: Drafter, steps: list[Step], config: OptimizerConfig) -> Drafter:
+    """Train a new drafter as the training loop does it, without its files, and return it."""
     optimizer = optimizer_of(drafter, config)
-    for step in range(steps):
-        drafter.progress = step / steps
-        batch = plan.collate(plan.micro_batches(step, 0, 1)[0])
-        total, count = drafter.loss(batch, target.features(batch, drafter.layer_ids))["loss"]
+    for step, (batch, features) in enumerate(steps):
+        drafter.progress = step / len(steps)
+        total, count = drafter.loss(batch, features)["loss"]
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.max_gradient_norm)
-        set_learning_rate(optimizer, learning_rate(step, steps, config))
+        set_learning_rate(optimizer, learning_rate(step, len(steps), config))
         optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()
@@ -119,8 +131,10 @@ def main() -> None:
     )
     for seed in arguments.seeds:
         plan = BatchPlan(samples, 8, 512, 8 * 512, seed=seed)
+        drafter = DRAFTERS[arguments.kind].from_target(RECIPES[f"quickstart_{arguments.kind}"]().drafter, target)
+        steps = steps_with_features(target, plan, drafter.layer_ids, arguments.steps)
         for name in arguments.variants:
-            drafter = trained(arguments.kind, target, plan, VARIANTS[name], arguments.steps, seed)
+            drafter = trained(arguments.kind, target, plan, steps, VARIANTS[name], seed)
             greedy, sampled = acceptance_lengths(target, drafter, recordings)
             print(f"seed {seed}, {name}: {greedy:.3f} at T=0, {sampled:.3f} at T=1", flush=True)
 

@@ -32,7 +32,7 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.files import write_whole
 from draftsmith.train.config import OptimizerConfig
-from draftsmith.train.optimizer import MuonAndAdamW, learning_rate, set_learning_rate
+from draftsmith.train.optimizer import Muon, MuonAndAdamW, learning_rate, set_learning_rate
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
@@ -210,8 +210,8 @@ def build_optimizer(model: LlamaForCausalLM, config: OptimizerConfig) -> MuonAnd
     """Return Muon for the layers' matrices beside AdamW for embeddings, whose rows are tokens, and norms."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     rest = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
-    muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-    return MuonAndAdamW(muon, torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=0.0, fused=True))
+    adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=0.0, fused=True)
+    return MuonAndAdamW(Muon(matrices, config.weight_decay), adamw)
 
 
 # --- training

@@ -124,8 +124,11 @@ def quickstart_eagle() -> TrainConfig:
 
 
 def quickstart_eagle3() -> TrainConfig:
-    """EAGLE-3 for the embedded target, in a minute or two on a CPU."""
-    return _quickstart(eagle3(), 4e-3, Eagle3Config(unroll_steps=3))
+    """EAGLE-3.1 for the embedded target, in a minute or two on a CPU."""
+    drafter = Eagle3Config(unroll_steps=3, feature_norm="each", norm_output=True, starting_layers="target")
+    config = _quickstart(eagle3(), 8e-3, drafter)
+    config.optimizer.matrices = "muon"
+    return config
 
 
 def quickstart_p_eagle() -> TrainConfig:

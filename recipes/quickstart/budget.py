@@ -27,6 +27,8 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.typed_json import from_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig
+from draftsmith.train.optimizer import optimizer_of, set_learning_rate
+from draftsmith.train.starting_drafter import fit_starting_layers
 
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
 PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.22, 0.50, 0.05, 0.18
@@ -144,6 +146,7 @@ def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[Prompt]) -> tup
 
 def new_drafter(recipe: TrainConfig, target: Target) -> Drafter:
     """Return a drafter as a recipe begins it."""
+    fit_starting_layers(recipe, target)
     return DRAFTERS[recipe.drafter.kind].from_target(recipe.drafter, target).to(target.device)
 
 
@@ -179,11 +182,13 @@ class StepTime:
     """Mean seconds of the two parts of a training step."""
 
     features: float  # the target's pass
-    loss: float  # loss and gradient of the drafter
+    loss: float  # loss and gradient of the drafter, and the optimiser's step
 
 
 def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: list[Sample]) -> StepTime:
     """Return the time of a step of a recipe's new drafter on samples, after one batch to warm up."""
+    optimizer = optimizer_of(drafter, config.optimizer)
+    set_learning_rate(optimizer, 0.0)  # weights stay as they are
     tokens = config.data.batch_size * target.context
     batches = BatchPlan(Samples.of(samples), config.data.batch_size, target.context, tokens, seed=0)
     times = []
@@ -195,6 +200,8 @@ def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: li
         middle = time.perf_counter()
         total, count = drafter(batch, features)["loss"]
         (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         total.item()
         times.append((middle - start, time.perf_counter() - middle))
     features_seconds, loss_seconds = (sum(part[1:]) / len(part[1:]) for part in zip(*times, strict=True))
