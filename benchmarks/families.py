@@ -2,11 +2,16 @@
 
     python benchmarks/families.py samples RUNS              # text that the target wrote, and given text
     python benchmarks/families.py train RUNS --minutes 3 [NAME ...]
-    python benchmarks/families.py compare RUNS families     # or blocks, loss, unroll, text, vocabulary
+    python benchmarks/families.py compare RUNS families     # or blocks, lengths, loss, unroll, text, vocabulary
 
-A drafter trains for so many minutes of CPU time on one thread, which neighbours on the machine do not change much;
-steps are set from a few timed ones. With `--steps` all drafters take so many instead. `compare` decodes the held-out
-prompts with all drafters of a group in one process. Runs of several names may be started side by side, one a core.
+A drafter takes as many steps as so many minutes of CPU time on one thread allow, by some timed ones in which the target
+computes its features beside it. Training then reads features that were stored once (in bf16), which takes less time for
+the same steps; those of the draft model are computed anew. With `--steps` all drafters take so many. A second folder
+takes the text of the first by `ln -s RUNS/samples RUNS/held_out.jsonl OTHER`.
+
+`compare` decodes the held-out prompts with all drafters of a group in one process; `lengths` does so with drafters that
+were trained for drafts of 8 tokens, with chains of 4 and 8 and with trees of DFlash's. Runs of several names may be
+started side by side, one a core.
 """
 
 import argparse
@@ -30,20 +35,24 @@ from draftsmith.data.samples.folder import write_samples as write_columns
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.measuring.results import Result
+from draftsmith.inference.measuring.results import Evaluation, Result
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.sampling.trees import DDTree
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.pages.tables import interval_text
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, write_jsonl
 from draftsmith.train import TrainConfig, train
+from draftsmith.train.optimizer import optimizer_of, set_learning_rate
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 
-NUM_HELD_OUT, MAX_NEW_TOKENS = 24, 96
-COST = "cost.json"  # CPU time of a training run
+NUM_HELD_OUT, MAX_NEW_TOKENS = 48, 96
+COST = "cost.json"  # CPU time of a training step
+STORED_LAYERS = [2, 6, 9, 10, 12]  # of the target, that all but draft models read
 LENGTH = 256  # tokens of a row
-FAMILIES = ["eagle3", "eagle", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model"]
+BLOCKS = ["dflash", "dflash2", "dspark", "domino"]
+FAMILIES = ["eagle3", "eagle", "mtp", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model", *BLOCKS]
 # name -> fields of the drafter that differ from quickstart_eagle3's, whose loss is forward_kl and whose unroll is 3
 EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
     "loss-cross_entropy": {"divergence": "cross_entropy"},
@@ -56,7 +65,13 @@ EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
     "vocabulary-512": {"draft_vocab_size": 512},
     "vocabulary-1024": {"draft_vocab_size": 1024},
 }
-BLOCKS = ["dflash", "dflash2", "dspark", "domino"]
+# name -> fields of a drafter that drafts 8 tokens; EAGLE-3 has no longest draft
+LENGTHS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "hydra-8": {"num_heads": 8},
+    "dflash-8": {"block_size": 9},
+    "dspark-8": {"block_size": 8},
+}
 BLOCK_VARIANTS = {f"{kind}-d_pace": {"position_weights": "d_pace"} for kind in BLOCKS}
 LOOKUPS = ["ngram", "suffix", "lookahead", "suffix+hydra"]
 GROUPS = {
@@ -72,11 +87,14 @@ GROUPS = {
 def config_of(name: str, runs: Path) -> TrainConfig:
     given = name.startswith("text-given")
     kind = "draft_model" if name.endswith("-draft_model") else name.partition("-")[0]
-    config = RECIPES[f"quickstart_{kind if kind in (*FAMILIES, *BLOCKS, 'mtp') else 'eagle3'}"]()
-    config.drafter = replace(config.drafter, **EAGLE3_VARIANTS.get(name, {}), **BLOCK_VARIANTS.get(name, {}))
+    config = RECIPES[f"quickstart_{kind if kind in FAMILIES else 'eagle3'}"]()
+    config.drafter = replace(config.drafter, **{**EAGLE3_VARIANTS, **BLOCK_VARIANTS, **LENGTHS}.get(name, {}))
     config.target = str(EMBEDDED_TARGET)
     config.data.samples = str(runs / ("given" if given else "samples"))
     config.data.max_length = LENGTH
+    config.data.held_out_prompts = 0
+    if not config.drafter.starts_from_layers and "text" not in name:
+        config.data.features, config.data.features_layers = "stored", STORED_LAYERS
     config.data.on_policy_share = 0.5 if name.startswith("text-own") else 0.0  # which the draft model writes itself
     config.run.dir = str(runs / name)
     config.run.device = "cpu"
@@ -116,8 +134,8 @@ def write_samples(runs: Path, num_prompts: int) -> None:
 # --- training
 
 
-def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
-    """Return the optimiser steps that take so many minutes of CPU time."""
+def seconds_a_step(config: TrainConfig, target: Target) -> float:
+    """Return the CPU seconds of an optimiser step and of the target's passes for it."""
     samples = read_samples(Path(config.data.samples))
     plan = BatchPlan(
         samples.select(np.arange(len(samples)) < 256),
@@ -127,8 +145,9 @@ def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
         0,
     )
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=0)
-    num_timed = 12
+    optimizer = optimizer_of(drafter, config.optimizer)
+    set_learning_rate(optimizer, 0.0)
+    num_timed = 24
     for step in range(num_timed + 2):
         if step == 2:
             start = time.process_time()
@@ -138,7 +157,7 @@ def steps_for(config: TrainConfig, minutes: float, target: Target) -> int:
             (total / count).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return max(8, round(minutes * 60 * num_timed / (time.process_time() - start)))
+    return (time.process_time() - start) / num_timed
 
 
 def train_one(name: str, runs: Path, minutes: float, steps: int | None) -> None:
@@ -150,11 +169,11 @@ def train_one(name: str, runs: Path, minutes: float, steps: int | None) -> None:
         )
         return
     config = config_of(name, runs)
-    config.run.steps = config.run.checkpoint_every = steps or steps_for(config, minutes, target)
+    step_seconds = seconds_a_step(config, target)
+    config.run.steps = config.run.checkpoint_every = steps or round(minutes * 60 / step_seconds)
     config.run.log_every = max(1, config.run.steps // 20)
-    start = time.process_time()
     train(config)
-    (runs / name / COST).write_text(json.dumps({"cpu_seconds": time.process_time() - start}))
+    (runs / name / COST).write_text(json.dumps({"seconds_a_step": step_seconds}))
 
 
 def trained_tokens(config: TrainConfig, steps: int) -> int:
@@ -169,22 +188,55 @@ def trained_tokens(config: TrainConfig, steps: int) -> int:
 
 
 def compare_group(group: str, runs: Path) -> None:
+    """Print a row for each drafter of a group, at draft length 4 and temperatures 0 and 1."""
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
-    lines = (runs / "held_out.jsonl").read_text().splitlines()
-    prompts = PromptSet("held_out", [target.encode(json.loads(line)["prompt"]) for line in lines])
-    names = [drafter_of(name, runs) for name in GROUPS[group]]
-    repeats = 3 if group == "families" else 1
-    grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=repeats) for temperature in (0.0, 1.0)]
-    options = EvaluationOptions(num_threads=1)
-    evaluations = evaluate_side_by_side(target, names, [prompts], grid, runs / "comparison" / group, options)
-    env = environment(target)
-    print(f"{env.device}, 1 thread, torch {env.versions['torch']}, commit {env.git_commit}")
-    print(f"{len(lines)} held-out prompts, up to 64 new tokens, draft length 4, {repeats} repeats\n")
-    columns = ["drafter", "parameters trained", "MB a draft step", "steps", "tokens/CPU s in training"]
+    grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=1) for temperature in (0.0, 1.0)]
+    evaluations = evaluated(GROUPS[group], grid, target, runs, group)
+    columns = ["drafter", "parameters trained", "MB a draft step", "steps", "CPU s", "tokens/CPU s in training"]
     columns += ["acceptance length T=0", "T=1", "accepted given those before, T=0", "speedup T=0", "T=1"]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for name, evaluation in zip(GROUPS[group], evaluations, strict=True):
         print("| " + " | ".join([name, *facts(name, runs, target), *figures(evaluation.results)]) + " |")
+
+
+def compare_lengths(runs: Path) -> None:
+    """Print a row for each draft of those that were trained for 8 tokens: chains of 4 and 8, and trees of DFlash's."""
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    chains, trees = [
+        [MeasureSettings(0.0, draft=draft, max_new_tokens=64, repeats=1) for draft in drafts]
+        for drafts in ((4, 8), (DDTree(16, 4), DDTree(16, 8), DDTree(32, 8)))
+    ]
+    evaluations = evaluated([*LENGTHS], chains, target, runs, "lengths")
+    evaluations += evaluated(["dflash-8"], trees, target, runs, "trees")
+    columns = ["drafter", "draft", "steps", "CPU s", "acceptance length", "accepted given those before", "speedup"]
+    print("| " + " | ".join([*columns, "ms a round: draft, verify, host", "of a plain step"]) + " |")
+    print("|" + "---|" * (len(columns) + 2))
+    for name, evaluation in zip([*LENGTHS, "dflash-8"], evaluations, strict=True):
+        for row in evaluation.results:
+            _, _, steps, seconds, _ = facts(name, runs, target)
+            phases = row.speed.milliseconds_per_round
+            milliseconds = f"{phases.draft:.2f} {phases.verify:.2f} {phases.host:.2f}"
+            nodes, depth = row.setting.tree_nodes, row.setting.draft_length
+            cells = [name, f"tree of {nodes}, depth {depth}" if nodes else f"chain of {depth}", steps, seconds]
+            cells += [length_text(row), rates_text(row), speedup_text(row)]
+            cells += [milliseconds, f"{row.speed.baseline_milliseconds_per_round.total:.2f}"]
+            print("| " + " | ".join(cells) + " |")
+
+
+def evaluated(names: list[str], grid: list[MeasureSettings], target: Target, runs: Path, out: str) -> list[Evaluation]:
+    """Return the evaluations of drafters on the held-out prompts, and print what was measured where."""
+    lines = (runs / "held_out.jsonl").read_text().splitlines()
+    prompts = PromptSet("held_out", [target.encode(json.loads(line)["prompt"]) for line in lines])
+    drafters = [drafter_of(name, runs) for name in names]
+    options = EvaluationOptions(num_threads=1)
+    evaluations = evaluate_side_by_side(target, drafters, [prompts], grid, runs / "comparison" / out, options)
+    env = environment(target)
+    print(f"\n{env.device}, 1 thread, torch {env.versions['torch']}, commit {env.git_commit}")
+    checks = [row.lossless for evaluation in evaluations for row in evaluation.results]
+    identical, divergences = sum(check.identical for check in checks), sum(check.divergences for check in checks)
+    print(f"{len(lines)} held-out prompts, up to {grid[0].max_new_tokens} new tokens; outputs: {identical} of", end=" ")
+    print(f"{sum(check.checked for check in checks)} are those of plain decoding, {divergences} differ without a tie\n")
+    return evaluations
 
 
 def drafter_of(name: str, runs: Path) -> str:
@@ -196,18 +248,18 @@ def drafter_of(name: str, runs: Path) -> str:
 
 
 def facts(name: str, runs: Path, target: Target) -> list[str]:
-    """Return parameters, bytes read a drafted token, steps, and trained tokens a second."""
+    """Return parameters, bytes read a drafted token, steps, CPU seconds, and trained tokens a second."""
     if name in LOOKUPS:
-        return ["-"] * 4 if "+" in name else ["0", "0", "0", "-"]
+        return ["-"] * 5 if "+" in name else ["0", "0", "0", "0", "-"]
     config = config_of("draft_model" if name == "untrained" else name, runs)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    steps, speed = 0, "-"
+    steps, seconds, speed = 0, 0.0, "-"
     if name != "untrained":
         steps = checkpoint_step(next((runs / name / "checkpoints").glob("step-*")))
-        seconds = json.loads((runs / name / COST).read_text())["cpu_seconds"]
+        seconds = steps * json.loads((runs / name / COST).read_text())["seconds_a_step"]
         speed = f"{trained_tokens(config, steps) / seconds:.0f}"
-    return [f"{trained / 1e6:.2f} M", f"{bytes_read(drafter) / 1e6:.2f}", str(steps), speed]
+    return [f"{trained / 1e6:.2f} M", f"{bytes_read(drafter) / 1e6:.2f}", str(steps), f"{seconds:.0f}", speed]
 
 
 def bytes_read(drafter: Any) -> int:
@@ -224,10 +276,19 @@ def bytes_read(drafter: Any) -> int:
 
 
 def figures(results: list[Result]) -> list[str]:
-    greedy = results[0].acceptance.conditional_acceptance_rates
-    rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in greedy)
-    lengths = [f"{row.acceptance.mean_acceptance_length:.2f}" for row in results]
-    return [*lengths, rates, *(f"{row.speed.speedup:.2f} {interval_text(row.speed.speedup_ci95)}" for row in results)]
+    return [*map(length_text, results), rates_text(results[0]), *map(speedup_text, results)]
+
+
+def length_text(row: Result) -> str:
+    return f"{row.acceptance.mean_acceptance_length:.2f} {interval_text(row.mean_acceptance_length_ci95)}"
+
+
+def rates_text(row: Result) -> str:
+    return " ".join("-" if rate is None else f"{rate:.2f}" for rate in row.acceptance.conditional_acceptance_rates)
+
+
+def speedup_text(row: Result) -> str:
+    return f"{row.speed.speedup:.2f} {interval_text(row.speed.speedup_ci95)}"
 
 
 def main() -> None:
@@ -238,7 +299,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--steps", type=int, help="of each drafter, in place of minutes")
     parser.add_argument("--num-prompts", type=int, default=3000, help="that `samples` answers (%(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     torch.set_num_threads(1)
     if args.action == "samples":
         write_samples(args.runs, args.num_prompts)
@@ -246,7 +307,7 @@ def main() -> None:
         if args.action == "train" and not (args.runs / name / "checkpoints").is_dir():
             train_one(name, args.runs, args.minutes, args.steps)
         elif args.action == "compare":
-            compare_group(name, args.runs)
+            compare_lengths(args.runs) if name == "lengths" else compare_group(name, args.runs)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> Any:
         head_dim=128,
         intermediate_size=inner,
         vocab_size=151936,
+        eos_token_id=151645,
         tie_word_embeddings=tied,
     )
 
