@@ -28,10 +28,10 @@ from draftsmith.models import Target
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train.run_folder.tracking import read_metrics
 
-HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
-sys.path.append(str(HELPERS))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 from vllm_process import extraction_options, serving
 
+HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
 LENGTH, MAX_LENGTH, BATCH_SIZE = 256, 320, 16
 LAYER_IDS = (2, 7, 11)
 LOG_EVERY = 5

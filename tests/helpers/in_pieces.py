@@ -9,8 +9,10 @@ RANK.safetensors with the features of the latter.
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +26,18 @@ from draftsmith.models.target import pieces
 
 TOKEN_IDS = torch.arange(3, 40)[None]
 GATHER = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"  # torch < 2.13
+
+T = TypeVar("T")
+
+
+def most_allocated(act: Callable[[], T]) -> tuple[int, T]:
+    """Return the most bytes that an action had allocated at once, by torch's allocator, and its value."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        value = act()
+    with NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"), value
 
 
 def is_whole(layer: nn.Module) -> bool:

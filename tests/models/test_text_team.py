@@ -76,18 +76,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "packed", "size"), CASES)
-def test_parts_add_up_to_the_whole(
-    kind: str, fields: dict[str, Any], packed: bool, size: int, tiny_target: Target
-) -> None:
-    batch = batch_of(packed, tiny_target)
-    drafters = [build(kind, tiny_target, **fields) for _ in range(size + 1)]
-    whole, gradients = sums_and_gradients(drafters[-1], batch, tiny_target)
+def check_parts_add_up(kind: str, fields: dict[str, Any], batch: Batch, size: int, target: Target) -> None:
+    drafters = [build(kind, target, **fields) for _ in range(size + 1)]
+    whole, gradients = sums_and_gradients(drafters[-1], batch, target)
     meeting = Meeting(size)
     for place, drafter in enumerate(drafters[:-1]):
         drafter.team = TeamOfThreads(size, place, None, meeting)
     with ThreadPoolExecutor(size) as pool:
-        parts = list(pool.map(lambda drafter: sums_and_gradients(drafter, batch, tiny_target), drafters[:-1]))
+        parts = list(pool.map(lambda drafter: sums_and_gradients(drafter, batch, target), drafters[:-1]))
     assert gradients
     for name, pair in whole.items():
         for number, value in enumerate(pair):
@@ -96,6 +92,23 @@ def test_parts_add_up_to_the_whole(
     for name, gradient in gradients.items():
         found = torch.stack([of_part[name] for _, of_part in parts]).sum(0)
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(("kind", "fields", "packed", "size"), CASES)
+def test_parts_add_up_to_the_whole(
+    kind: str, fields: dict[str, Any], packed: bool, size: int, tiny_target: Target
+) -> None:
+    check_parts_add_up(kind, fields, batch_of(packed, tiny_target), size, tiny_target)
+
+
+@pytest.mark.parametrize(("kind", "fields", "packed"), [case[:3] for case in CASES])
+def test_a_member_may_have_no_slot(kind: str, fields: dict[str, Any], packed: bool, tiny_target: Target) -> None:
+    """Of a text of four tokens, the first of which costs more than a member's share."""
+    documents = torch.tensor([[0, 0, 1, 1]]) if packed else None
+    batch = Batch(torch.tensor([[5, 17, 8, 30]]), torch.tensor([[False, True, not packed, True]]), documents)
+    depth = build(kind, tiny_target, **fields).training_depth
+    assert 0 in [Team(4, place).part_of(batch, depth).size for place in range(4)]
+    check_parts_add_up(kind, fields, batch, 4, tiny_target)
 
 
 def test_members_compute_alike(tiny_target: Target) -> None:

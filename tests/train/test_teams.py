@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,7 @@ SETTINGS = {
     "run.checkpoint_every": 9,
     "optimizer.learning_rate": 1e-3,
 }
+SHORT = "short"  # folder of samples beside the others
 STORED = {"data.features": "stored", "data.features_dtype": "float32"}
 WHOLE_VOCABULARY = {"drafter.draft_vocab_size": None}
 Run = tuple[str, dict[str, Any]]  # family, and settings over SETTINGS
@@ -44,15 +46,18 @@ Run = tuple[str, dict[str, Any]]  # family, and settings over SETTINGS
 
 @pytest.fixture(scope="module")
 def base(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Random texts of very different lengths, of which the target wrote the last two thirds."""
+    """Random texts of very different lengths, of which the target wrote the last two thirds; and of two or three."""
     folder = tmp_path_factory.mktemp("data")
     base = {**base_of(tiny_target_dir, tiny_target, folder), **SETTINGS}
-    chance, samples = random.Random(0), []
-    for prompt in range(48):
-        length = chance.randrange(8, 90)
-        ids = [chance.randrange(3, tiny_target.vocab_size) for _ in range(length)]
-        samples.append(Sample(ids, [Span(length // 3, length)], prompt_index=prompt))
-    write_samples(folder / "samples", [samples], iter)
+    shutil.copytree(folder / "samples", folder / SHORT)
+    chance = random.Random(0)
+    for name, longest in (("samples", 90), (SHORT, 4)):
+        samples = []
+        for prompt in range(48):
+            length = chance.randrange(min(8, longest // 2), longest)
+            ids = [chance.randrange(3, tiny_target.vocab_size) for _ in range(length)]
+            samples.append(Sample(ids, [Span(max(1, length // 3), length)], prompt_index=prompt))
+        write_samples(folder / name, [samples], iter)
     return base
 
 
@@ -96,13 +101,24 @@ def check(python: str, base: dict[str, Any], folder: Path, runs: dict[str, Run],
         assert learning_curve(run)
 
 
+def short_texts(base: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run whose micro-batches are a text of two or three tokens for each of two teams."""
+    samples = Path(base["data.samples"]).parent / SHORT
+    one_each = {"data.batch_size": 2, "data.tokens_per_micro_batch": 3, "data.max_length": 3}
+    return {**WHOLE_VOCABULARY, **one_each, "data.samples": samples}
+
+
 def test_two_processes_take_each_text_together(python: str, base: dict[str, Any], tmp_path: Path) -> None:
-    """EAGLE-3 with the target beside it, on packed rows; EAGLE-1 with noise, from a store, in batches of tokens."""
+    """EAGLE-3 with the target beside it, on packed rows; EAGLE-1 with noise, from a store, in batches of tokens.
+
+    A step that reads a text of two tokens leaves the first of two members without a slot.
+    """
     in_tokens = {"data.batch_unit": "tokens", "data.batch_size": 300}
     stored = {**STORED, "data.features_dir": tmp_path / "features"}
     runs: dict[str, Run] = {
         "eagle3": ("eagle3", {"data.packing": True, "drafter.draft_vocab_size": 200}),
         "eagle": ("eagle", {**stored, **in_tokens, "drafter.noise": 0.2}),
+        "short": ("eagle3", short_texts(base)),
     }
     check(python, base, tmp_path, runs, 2)
 
@@ -117,6 +133,7 @@ def test_two_teams_of_two(config: str, python: str, base: dict[str, Any], tmp_pa
         "packed": ("eagle3", {**placed, "data.packing": True, **WHOLE_VOCABULARY}),
         "deep": ("eagle3", {**deep, **WHOLE_VOCABULARY}),
         "eagle": ("eagle", {"drafter.noise": 0.0}),
+        "short": ("eagle3", short_texts(base)),
     }
     check(python, base, tmp_path, runs, 4, config=config)
 
