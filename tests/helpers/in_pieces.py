@@ -6,10 +6,12 @@ OUT gets RANK.json, a list of what was seen with pieces on those of a machine, t
 RANK.safetensors with the features of the latter.
 """
 
+import gc
 import json
 import os
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
@@ -31,13 +33,15 @@ T = TypeVar("T")
 
 
 def most_allocated(act: Callable[[], T]) -> tuple[int, T]:
-    """Return the most bytes that an action had allocated at once, by torch's allocator, and its value."""
+    """Return the most bytes that an action had allocated at once by torch's allocator, and its value."""
+    gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         value = act()
     with NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]"), value
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return max(accumulate(change for _, change in changes)), value
 
 
 def is_whole(layer: nn.Module) -> bool:
@@ -51,9 +55,13 @@ def seen_of(name: str, over_machines: bool) -> tuple[dict[str, Any], dict[str, T
     load, gather = pieces.load_model, getattr(distributed, GATHER)
     pieces.load_model = lambda *arguments: loads.append(name) or load(*arguments)
     try:
-        target = Target.sharded_from_pretrained(name, "cpu", torch.float32, over_machines)
+        most_in_loading, target = most_allocated(
+            lambda: Target.sharded_from_pretrained(name, "cpu", torch.float32, over_machines)
+        )
     finally:
         pieces.load_model = load
+    few = Batch(TOKEN_IDS[:, :4], torch.ones(1, 4, dtype=torch.bool))  # whose own values take next to nothing
+    most_in_pass, _ = most_allocated(lambda: target.features(few, (1, 2)))
 
     def tell_gather(*arguments: Any, **named: Any) -> Any:
         events.append("gather")
@@ -74,6 +82,8 @@ def seen_of(name: str, over_machines: bool) -> tuple[dict[str, Any], dict[str, T
         "loads": len(loads),
         "events": events,
         "whole_after": [number for number, layer in enumerate(target.decoder_layers) if is_whole(layer)],
+        "most_in_loading": most_in_loading,
+        "most_in_pass": most_in_pass,
         "own": sum(weight.to_local().numel() for layer in target.decoder_layers for weight in layer.parameters()),
         "all": sum(weight.numel() for layer in target.decoder_layers for weight in layer.parameters()),
         "fingerprints": [target.fingerprint(), target.head_fingerprint()],

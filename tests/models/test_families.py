@@ -121,16 +121,29 @@ class OnSlots:
 @torch.no_grad()
 def on_their_own(plain: PreTrainedModel, texts: list[Tensor], layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Of each text's last token: logits and hidden states in a plain pass over the right-padded texts."""
-    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=3)
+    padded, last = in_rows(texts)
     output = plain(input_ids=padded, use_cache=False, output_hidden_states=True)
-    last = torch.tensor([len(text) - 1 for text in texts])
-    rows = torch.arange(len(texts))
-    layers = torch.cat([output.hidden_states[layer_id][rows, last] for layer_id in layer_ids], -1)
-    return output.logits[rows, last], layers
+    layers = torch.cat([output.hidden_states[layer_id][last] for layer_id in layer_ids], -1)
+    return output.logits[last], layers
+
+
+def in_whole_rows(target: Target, texts: list[Tensor], layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The same of the features that a drafter is trained on."""
+    padded, last = in_rows(texts)
+    features = target.features(Batch(padded, torch.ones_like(padded, dtype=torch.bool)), layer_ids)
+    assert features.layers is not None
+    return target.logits(features.last_hidden[last]), features.layers[last]
+
+
+def in_rows(texts: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Right-padded rows of texts, and the place of each one's last token."""
+    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=3)
+    return padded, (torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts]))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -> None:
+    """And so are the same texts in whole rows, as they are read in training."""
     config, layer_ids = family_config(model_type, FAMILIES[model_type]), (1, 2)
     assert why_not_trained(config) is None
     assert why_not_decoded(config) is None
@@ -149,9 +162,11 @@ def test_trees_on_slots_are_their_branches_in_plain_attention(model_type: str) -
         kept = torch.cat([text, drafts[row, [0, *KEPT[row]]]])
         texts += [torch.cat([kept, further[row, : count + 1]]) for count in range(NEXT)]
     expected = on_their_own(plain, texts, layer_ids)
-    for ours, theirs in zip(found, expected, strict=True):
+    whole = in_whole_rows(on_slots.target, texts, layer_ids)
+    for ours, of_rows, theirs in zip(found, whole, expected, strict=True):
         size = theirs.abs().max().clamp(min=1)
         assert (ours.flatten(0, 1) - theirs).abs().max() <= 1e-5 * size
+        assert (of_rows - theirs).abs().max() <= 1e-5 * size
 
 
 def test_the_page_names_the_families_that_are_tested() -> None:

@@ -16,10 +16,10 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
-from draftsmith.models.target.pieces import processes_of_pieces
+from draftsmith.models.target.pieces import LAYERS_AT_ONCE, processes_of_pieces
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "in_pieces.py"
-NUM_LAYERS = 4
+NUM_LAYERS, FLOAT = 4, 4  # the latter in bytes
 
 
 def without_weights(target: Path, copy: Path) -> Path:
@@ -75,6 +75,24 @@ def test_each_machine_holds_all_pieces(seen: list[list[dict[str, Any]]]) -> None
         own = [both[number]["own"] for both in seen]
         assert sum(own) == 4 // num_pieces * seen[0][number]["all"]
         assert max(own) <= 1.1 * seen[0][number]["all"] / num_pieces
+
+
+def test_three_layers_are_whole_at_once(seen: list[list[dict[str, Any]]]) -> None:
+    """The one in use, the buffer that it came in, and that of the next; and for a moment the copy that gloo makes."""
+    for both in seen:
+        for one in both:
+            layer = FLOAT * one["all"] // NUM_LAYERS
+            assert one["most_in_pass"] == pytest.approx((LAYERS_AT_ONCE + 1) * layer, rel=0.1)
+
+
+def test_a_process_that_is_sent_weights_holds_its_pieces_and_one_layer(
+    seen: list[list[dict[str, Any]]], tiny_target: Target
+) -> None:
+    """Or at the end its pieces, and all that is whole on each."""
+    for both in seen[1:]:
+        for one in both:
+            ends = sum(weight.numel() for weight in tiny_target.model.parameters()) - one["all"]
+            assert one["most_in_loading"] <= 1.05 * FLOAT * (one["own"] + max(one["all"] // NUM_LAYERS, ends))
 
 
 def test_a_layer_is_gathered_while_the_one_before_computes(seen: list[list[dict[str, Any]]]) -> None:
