@@ -338,7 +338,7 @@ def test_processes_share_the_prompts(
 def test_a_killed_process_goes_on_to_the_same_file(
     python: str, tiny_target_dir: Path, source: str, tiny_target: Target, tmp_path: Path
 ) -> None:
-    """SIGKILL as soon as something is written. benchmarks/prepare_kill.py does it three times at random moments."""
+    """SIGKILL as soon as something is written. benchmarks/prepare_kill.py does it twenty times at random moments."""
     arguments = ["--max-new-tokens", "100", "--temperature", "0", "1.5", "--batch-size", "2", "--device", "cpu"]
     command = [python, "-m", "draftsmith.data", "--target", str(tiny_target_dir), "--prompts", source]
     journal = tmp_path / "killed" / "answers-0.partial"
