@@ -108,6 +108,11 @@ class LayersLikeTarget(DrafterConfig):
         return 1
 
 
+def with_random_layers(config: DrafterConfig) -> DrafterConfig:
+    """Return the config of a drafter that is built for its shape alone: its weights need not be the target's."""
+    return replace(config, starting_layers="random") if isinstance(config, LayersLikeTarget) else config
+
+
 @dataclass
 class EagleConfig(LayersLikeTarget):
     fixed_fields = ("intermediate_size", "bias")

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from draftsmith.inference.planning.gpu_roofline import DrafterShape, Passes
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
-from draftsmith.models.drafter_configs import ReducedVocabulary
+from draftsmith.models.drafter_configs import ReducedVocabulary, with_random_layers
 from draftsmith.models.errors import UserError
 from draftsmith.models.layers import MergedLinear
 from draftsmith.models.target.shape import target_shape
@@ -39,6 +39,7 @@ def drafter_of_shape(name: str, target: Target) -> tuple[Drafter, TrainConfig | 
     shape = config.drafter
     if isinstance(shape, ReducedVocabulary) and (shape.draft_vocab_size or 0) > target.vocab_size:
         config.drafter = replace(shape, draft_vocab_size=None)  # the target's vocabulary is smaller than that
+    config.drafter = with_random_layers(config.drafter)
     drafter = DRAFTERS[config.drafter.kind].from_target(config.drafter, target)
     for parameter in drafter.parameters():  # its buffers keep their precision
         parameter.data = parameter.data.to(target.dtype)

@@ -15,14 +15,17 @@ from transformers import PretrainedConfig
 
 from draftsmith.inference.planning.gpus import GPUS, Gpu, gpu_of_device
 from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.drafter_configs import with_random_layers
 from draftsmith.models.losses.chain_loss import CHUNK_ELEMENTS, GPU_ROWS
 from draftsmith.models.target.loading import drop_layers, model_without_memory
 from draftsmith.models.target.pieces import LAYERS_AT_ONCE
 from draftsmith.models.target.shape import TargetWeights, target_weights
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.optimizer import inner_matrices
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
+MUON_SPARES = 4  # of these bytes in each inner matrix: Muon has one moment
 VALUES_KEPT = 8  # values that a pass keeps a token for the gradients, in units of a layer's widths; as measured
 LOGIT_COPIES = 4  # of a chunk of logits at once on a CPU: the target's, p and log p of them, the drafter's
 UTILISATION = 0.35  # share of the device's dense bf16 peak that a run is assumed to reach
@@ -103,11 +106,13 @@ def estimate(
         draft_vocab_size = None if ids is None else len(ids)
         tokens_at_once = config.data.tokens_per_micro_batch
         logits = bytes_per_value * num_logits(text.vocab_size, draft_vocab_size, passes, tokens_at_once)
+    by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else []
+    spared = MUON_SPARES * sum(matrix.numel() for matrix in by_muon)
     return RunEstimate(
         operations=tokens * operations_per_token(config, weights, drafter),
         ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
         layer_bytes=bytes_per_value * weights.weights_of_layers,
-        drafter_bytes=TRAINED_BYTES * num_trained(drafter),
+        drafter_bytes=TRAINED_BYTES * num_trained(drafter) - spared,
         working_bytes=bytes_per_value * kept * config.data.tokens_per_micro_batch + logits,
     )
 
@@ -126,8 +131,9 @@ def num_logits(vocab_size: int, draft_vocab_size: int | None, passes: float, num
 
 def meta_drafter(config: TrainConfig, target_config: PretrainedConfig) -> Drafter:
     """Return a drafter of the right shape for a target, without numbers in it."""
+    shape = with_random_layers(config.drafter)
     with torch.device("meta"):
-        return DRAFTERS[config.drafter.kind].from_target(config.drafter, meta_target(target_config, config.target))
+        return DRAFTERS[shape.kind].from_target(shape, meta_target(target_config, config.target))
 
 
 def num_trained(drafter: Drafter) -> int:
