@@ -279,7 +279,7 @@ def test_a_prediction_is_as_certain_as_those_that_could_be_checked() -> None:
 
 
 def test_rounds_of_a_setting_follow_each_other(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in decoding. Behind a round of another setting caches are cold: plain steps took 6 to 14 % longer so."""
+    """As in decoding. Behind rounds of another setting, the first plain steps take up to 1.4 times as long."""
     order: list[int] = []
     step = TimedGeneration.step
     monkeypatch.setattr(TimedGeneration, "step", lambda self: (order.append(id(self)), step(self)))
@@ -296,15 +296,15 @@ def test_tree_costs_count_their_nodes() -> None:
 
 
 def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Target) -> None:
-    """Ten settings of sixteen rounds, each of 2 ms at most: 0.32 s, or nothing is measured."""
+    """Ten settings of 24 rounds, each of 2 ms at most: 0.48 s, or nothing is measured."""
     row, prompts = typed_result(0.5, 1.0), PromptSet("p", [[5, 6, 7, 8]])
     speed = replace(row.speed, milliseconds_per_round=Phases(1.0, 0.8, 0.2))
     rows = [replace(row, setting=replace(row.setting, max_new_tokens=12), speed=speed)]
     ngram = load_drafter("ngram", tiny_target)
-    assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.31) is None
+    assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.47) is None
     undrafted = replace(rows[0], acceptance=Stats(4))
     assert costs_beside(tiny_target, ngram, "n", [undrafted], prompts, 9.0) is None
-    costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.33)
+    costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.49)
     assert costs is not None
     assert {(row.batch, row.context) for row in costs.fitted_on} == {(1, 1), (1, 10)}
     assert costs.drops_columns
