@@ -10,6 +10,7 @@ tokens on their arithmetic takes longer than reading the weights. Drafting has t
 docs/cost_model.md explains them.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from typing import Annotated, Protocol
 
 import numpy as np
 from pydantic import Field
-from scipy.optimize import nnls
+from scipy.optimize import brentq, nnls
 from scipy.special import stdtrit
 
-from draftsmith.inference.decoding.counters import DraftLength, Interval
+from draftsmith.inference.decoding.counters import DraftLength, Interval, Stats
 from draftsmith.models.ranges import Natural, NonNegative, Share
 
 SLOW_STARTS = (2, 4, 8, 16)  # tokens of a pass up to which each may cost more
@@ -30,6 +31,37 @@ KINKS = (4, 8, 16, 32, 64, 128, 256)  # tokens of a pass from which on each may 
 GOAL = 0.05  # error of a predicted speedup that is as good as measuring
 
 Terms = dict[str, NonNegative]  # by the name of a term: how often it is paid, or its milliseconds
+
+
+@dataclass(frozen=True)
+class DraftChances:
+    """How long the drafts of a request are, up to the longest that is asked for: lookups often find less, or nothing.
+
+    A round has a draft with the chance `drafted`, and each drafted token is followed by another one with `continued`.
+    """
+
+    drafted: Share = 1.0
+    continued: Share = 1.0
+
+    @classmethod
+    def of(cls, stats: Stats) -> "DraftChances":
+        """Return the chances that give as many drafts, and as many tokens in a draft, as were counted."""
+        if not stats.num_drafts:
+            return cls(0.0)
+        mean, longest = stats.num_draft_tokens / stats.num_drafts, stats.draft_length
+        return cls(min(1.0, stats.num_drafts / stats.num_rounds), continued_chance(mean, longest))
+
+    def longest_of(self, batch: int, draft_length: int) -> list[float]:
+        """Return the chance of each length, from 0 to `draft_length`, to be that of a batch's longest draft."""
+        at_least = [1 - (1 - self.drafted * self.continued**more) ** batch for more in range(draft_length)]
+        return [now - later for now, later in itertools.pairwise([1.0, *at_least, 0.0])]
+
+
+def continued_chance(mean: float, longest: int) -> float:
+    """Return the chance r of another token with which drafts have a mean of 1 + r + ... + r^(longest - 1) tokens."""
+    if mean >= longest:
+        return 1.0
+    return float(brentq(lambda chance: sum(chance**more for more in range(longest)) - mean, 0.0, 1.0))
 
 
 class CostModel(Protocol):
@@ -100,13 +132,13 @@ class Costs:
     host: NonNegative  # of a round, beside its draft and its verification
     held_out: HeldOutErrors = HeldOutErrors()
     fitted_on: list[RoundTimes] = field(default_factory=list)
-    drops_columns: bool = False  # where no request has a draft, a CPU verifies a plain step; a GPU the usual shape
+    drops_columns: bool = False  # a CPU verifies as many tokens as the longest draft has; a GPU the usual shape
     plain_host: NonNegative | None = None  # of a plain step, beside the pass; None in older files: that of a round
-    drafted: Share = 1.0  # share of a request's rounds that have a draft, which looked-up ones may not
+    chances: DraftChances = DraftChances()
 
-    def drafting_in(self, share: float) -> "Costs":
-        """Return these costs for a drafter that has a draft in only this share of a request's rounds."""
-        return replace(self, drafted=share if self.drops_columns else 1.0)
+    def drafting_with(self, chances: DraftChances) -> "Costs":
+        """Return these costs for a drafter whose drafts have these lengths; a GPU verifies all at full length."""
+        return replace(self, chances=chances if self.drops_columns else DraftChances())
 
     def plain(self, batch: int, context: int) -> float:
         """Return the time of one plain step of the whole batch, each request having `context` tokens."""
@@ -119,13 +151,16 @@ class Costs:
     def verify(self, nodes: int, batch: int, context: int, tree: bool = False) -> float:
         """Return the mean time of the target's pass over `nodes` + 1 tokens of each request, with their verification.
 
-        Where `drops_columns` it is the mean over rounds in which some request has a draft and rounds in which none has.
+        Where `drops_columns` it is the mean over rounds: a pass is as wide as the longest draft of the batch.
         """
-        whole = total_cost(self.verify_ms, pass_terms(nodes, batch, context, tree))
-        none_drafted = (1 - self.drafted) ** batch
-        if not nodes or not none_drafted:
-            return whole
-        return whole + none_drafted * (self.verify(0, batch, context) - whole)
+        if tree:
+            return total_cost(self.verify_ms, pass_terms(nodes, batch, context, tree))
+        chances = self.chances.longest_of(batch, nodes)
+        return sum(
+            chance * total_cost(self.verify_ms, pass_terms(length, batch, context, tree))
+            for length, chance in enumerate(chances)
+            if chance
+        )
 
     def round(self, draft_length: int, batch: int, context: int, nodes: int | None = None) -> float:
         """Return the time of a whole round, which at `draft_length` 0 is a plain step.

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, RequestCounts, Result
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
 
 
@@ -37,7 +37,7 @@ def predicted_speedup(row: Result, costs: Costs) -> float | None:
     setting, counts = row.setting, row.acceptance
     if not counts.num_drafts or not is_known(row, costs):
         return None
-    fitted = costs.drafting_in(counts.num_drafts / counts.num_rounds)
+    fitted = costs.drafting_with(DraftChances.of(counts))
     if not row.requests:
         place = setting.draft_length, setting.batch_size, context_of(row, costs), setting.tree_nodes
         return fitted.speedup(row.tokens_a_round, *place)

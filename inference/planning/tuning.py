@@ -21,7 +21,7 @@ from draftsmith.inference.planning.best_draft import (
 )
 from draftsmith.inference.planning.confidence import ConfidenceChoice, choose_confidence, draft_everywhere
 from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
 from draftsmith.models import Drafter, Target
@@ -100,7 +100,7 @@ def tune(
     rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
     greedy = settings.temperature == 0
     reach = CostRange(max(batches), context, longest, TREE_NODES if drafter.can_branch and greedy else 0)
-    costs = measure_costs(target, drafter, reach, name).drafting_in(total.num_drafts / total.num_rounds)
+    costs = measure_costs(target, drafter, reach, name).drafting_with(DraftChances.of(total))
     length_reach = tokens_reach(decoded.stats.requests)
     schedule = fit_schedule(rates, costs, batches, context, length_reach)
     requests = [

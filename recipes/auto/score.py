@@ -16,7 +16,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning.best_draft import Rates, acceptance_length, rates_of_rounds
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, Target
 
@@ -35,7 +35,7 @@ class Score:
     name: str  # a kind that was trained, or a lookup
     steps: int  # trained for; 0 of a lookup
     rates: list[float | None]  # conditional acceptance rates of rounds, by depth
-    drafted: float  # share of the rounds with a draft
+    chances: DraftChances  # of the lengths of drafts
     draft_length: int  # the best; 0 where no speedup is predicted
     acceptance_length: float
     speedup: float
@@ -81,37 +81,32 @@ def measure_score(
     requests = decoder.decode(prompts.token_ids, settings.resolve(drafter), batch_size=8).stats.requests
     total = reduce(add, requests)
     best = best_draft_of(requests, costs, load)
-    chances = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     speedups = []
     for _ in range(RESAMPLES):
-        drawn = [requests[i] for i in chances.integers(len(requests), size=len(requests))]
+        drawn = [requests[i] for i in generator.integers(len(requests), size=len(requests))]
         speedups.append(speedup_of(drawn, best, costs, load))
     low, high = np.quantile(speedups, [0.05, 0.95]).tolist()
-    rates, drafted, by_prompt = rates_of(total), drafted_share(total), list(map(rates_of, requests))
+    rates, chances, by_prompt = rates_of(total), DraftChances.of(total), list(map(rates_of, requests))
     asks = load.sla.tpot_ms is not None
     return Score(
         name,
         steps,
         rates,
-        drafted,
+        chances,
         best,
         acceptance_length(rates, best),
         speedup_of(requests, best, costs, load),
         low,
         high,
         by_prompt if asks else [],
-        share_within_sla(by_prompt, drafted, best, costs, load) if asks else None,
+        share_within_sla(by_prompt, chances, best, costs, load) if asks else None,
     )
 
 
 def rates_of(stats: Stats) -> list[float | None]:
     """Return the conditional acceptance rates of all rounds."""
     return rates_of_rounds(stats.conditional_acceptance_rates, stats.num_drafts, max(1, stats.num_rounds))
-
-
-def drafted_share(stats: Stats) -> float:
-    """Return the share of the rounds that have a draft."""
-    return stats.num_drafts / max(1, stats.num_rounds)
 
 
 def best_draft_of(requests: Sequence[Stats], costs: Costs, load: ServingLoad) -> int:
@@ -123,21 +118,21 @@ def best_draft_of(requests: Sequence[Stats], costs: Costs, load: ServingLoad) ->
 def speedup_of(requests: Sequence[Stats], draft_length: int, costs: Costs, load: ServingLoad) -> float:
     """Return the predicted speedup of rounds of a draft length, 1 for none; times the share within the SLA."""
     total = reduce(add, requests)
-    drafted = drafted_share(total)
-    within = share_within_sla(map(rates_of, requests), drafted, draft_length, costs, load)
-    return within * predicted(rates_of(total), drafted, draft_length, costs, load)
+    chances = DraftChances.of(total)
+    within = share_within_sla(map(rates_of, requests), chances, draft_length, costs, load)
+    return within * predicted(rates_of(total), chances, draft_length, costs, load)
 
 
-def predicted(rates: Rates, drafted: float, draft_length: int, costs: Costs, load: ServingLoad) -> float:
+def predicted(rates: Rates, chances: DraftChances, draft_length: int, costs: Costs, load: ServingLoad) -> float:
     """Return the predicted speedup of rounds with these rates."""
     if draft_length == 0:
         return 1.0
     emitted = acceptance_length(rates, draft_length)
-    return costs.drafting_in(drafted).speedup(emitted, draft_length, load.batch_size, load.context)
+    return costs.drafting_with(chances).speedup(emitted, draft_length, load.batch_size, load.context)
 
 
 def share_within_sla(
-    rates_by_prompt: Iterable[Rates], drafted: float, draft_length: int, costs: Costs, load: ServingLoad
+    rates_by_prompt: Iterable[Rates], chances: DraftChances, draft_length: int, costs: Costs, load: ServingLoad
 ) -> float:
     """Return the share of requests whose time per token is predicted to keep the SLA; 1 where it asks for none.
 
@@ -147,22 +142,22 @@ def share_within_sla(
     limit = load.sla.tpot_ms
     if limit is None:
         return 1.0
-    round_ms = costs.drafting_in(drafted).round(draft_length, load.batch_size, load.context)
+    round_ms = costs.drafting_with(chances).round(draft_length, load.batch_size, load.context)
     kept = [round_ms <= limit * acceptance_length(rates, draft_length) for rates in rates_by_prompt]
     return sum(kept) / len(kept)
 
 
 def plain_speedup(costs: Costs, load: ServingLoad) -> float:
     """Return what plain decoding is predicted to have: 1, or 0 where it breaks the SLA."""
-    return share_within_sla([[]], 1.0, 0, costs, load)
+    return share_within_sla([[]], DraftChances(), 0, costs, load)
 
 
 def potential(score: Score, growth: float, costs: Costs, load: ServingLoad) -> float:
     """Return the speedup at the best draft length if the log-odds of every acceptance rate grew by so much."""
     rates, by_prompt = grown(score.rates, growth), [grown(rates, growth) for rates in score.rates_by_prompt]
     return max(
-        share_within_sla(by_prompt, score.drafted, length, costs, load)
-        * predicted(rates, score.drafted, length, costs, load)
+        share_within_sla(by_prompt, score.chances, length, costs, load)
+        * predicted(rates, score.chances, length, costs, load)
         for length in range(len(rates) + 1)
     )
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from draftsmith.data.console import shell_path
 from draftsmith.inference.measuring.results import Interval, Result
 from draftsmith.inference.planning.best_draft import acceptance_length, rates_of_rounds
-from draftsmith.inference.planning.costs import GOAL, Costs
+from draftsmith.inference.planning.costs import GOAL, Costs, DraftChances
 from draftsmith.inference.planning.predictions import context_of, predicted_speedup
 from draftsmith.inference.planning.roofline import RoundCosts
 from draftsmith.models.errors import printable
@@ -176,8 +176,8 @@ def fitted_costs(fitted: Costs, batch_size: int, context: int, longest: int) -> 
 
 
 def costs_in_rounds_of(fitted: Costs, row: Result) -> Costs:
-    """Return the costs of a drafter that drafts in the same share of its rounds."""
-    return fitted.drafting_in(row.acceptance.num_drafts / row.acceptance.num_rounds)
+    """Return the costs of a drafter whose drafts are as frequent and as long as in this row."""
+    return fitted.drafting_with(DraftChances.of(row.acceptance))
 
 
 def fitted_text(fitted: Costs, context: int) -> str:

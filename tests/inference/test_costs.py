@@ -27,6 +27,7 @@ from draftsmith.inference.planning.cost_measurement import (
 )
 from draftsmith.inference.planning.costs import (
     Costs,
+    DraftChances,
     HeldOutErrors,
     HeldOutRound,
     RoundTimes,
@@ -81,16 +82,26 @@ def test_known_costs_are_found_again(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_cpu_verifies_a_plain_step_where_no_request_has_a_draft(batch: int) -> None:
-    """A quarter of the rounds drafts: 1 - 0.75^B of a batch's rounds are as wide as the draft."""
+def test_a_cpu_verifies_as_much_as_the_longest_draft_has(batch: int) -> None:
+    """A quarter of a request's rounds drafts, and half of its drafts have a second token."""
     verify = {"pass": 1.0, "token": 1.0}
     costs = Costs("", "", "", "", draft_ms={"step: pass": 0.5}, verify_ms=verify, host=0.2, drops_columns=True)
-    wide = 1 - 0.75**batch
-    expected = 2 * 0.5 + 1 + batch * (1 + 2 * wide) + 0.2
-    assert costs.drafting_in(0.25).round(2, batch, 10) == pytest.approx(expected)
-    assert costs.drafting_in(0.25).plain(batch, 10) == costs.plain(batch, 10)
+    some, two = 1 - 0.75**batch, 1 - 0.875**batch  # of the batch's rounds have a draft, and one of two tokens
+    chances = DraftChances(0.25, 0.5)
+    expected = 2 * 0.5 + 1 + batch * (1 + some + two) + 0.2
+    assert costs.drafting_with(chances).round(2, batch, 10) == pytest.approx(expected)
+    assert costs.drafting_with(chances).plain(batch, 10) == costs.plain(batch, 10)
     on_gpu = replace(costs, drops_columns=False)
-    assert on_gpu.drafting_in(0.25).round(2, batch, 10) == on_gpu.round(2, batch, 10)
+    assert on_gpu.drafting_with(chances).round(2, batch, 10) == on_gpu.round(2, batch, 10)
+
+
+@pytest.mark.parametrize("mean", [1.0, 2.3, 4.0])
+def test_lengths_of_drafts_have_the_mean_that_was_counted(mean: float) -> None:
+    stats = Stats(4, num_drafts=50, num_draft_tokens=50 * mean, num_rounds=200)
+    lengths = DraftChances.of(stats).longest_of(1, 4)
+    assert sum(lengths) == pytest.approx(1)
+    assert lengths[0] == pytest.approx(0.75)
+    assert sum(length * chance for length, chance in enumerate(lengths)) == pytest.approx(0.25 * mean)
 
 
 def test_held_out_error_is_that_of_the_speedup() -> None:
