@@ -45,7 +45,7 @@ GROUND = {
         "weights",
     ),
     "data": ("bad_rows", "console", "http", "parallel", "prefetch", "processes", "progress"),
-    "train": ("config",),
+    "train": ("config", "optimizer"),
 }
 FEWEST_FILES, MOST_FILES = 2, 14  # of a wing, so that it reads as a table of contents
 

@@ -35,7 +35,7 @@ Terms = dict[str, NonNegative]  # by the name of a term: how often it is paid, o
 
 @dataclass(frozen=True)
 class DraftChances:
-    """How long the drafts of a request are, up to the longest that is asked for: lookups often find less, or nothing.
+    """Chances of the lengths of a request's drafts: lookups often find less than was asked for, or nothing.
 
     A round has a draft with the chance `drafted`, and each drafted token is followed by another one with `continued`.
     """
