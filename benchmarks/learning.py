@@ -2,13 +2,15 @@
 
     python benchmarks/learning.py --samples DIR [--kind KIND] [--variants NAME ...] [--seeds N ...] [--steps N]
 
-Each variant is trained by the quickstart's recipe with some settings changed, on the same batches for each seed. Then
+Each variant is trained by the quickstart's recipe with some settings changed, on the same batches for each seed. The
+seconds are those of the drafter's part: with other `--steps`, variants are compared after the same time. Then
 held-out texts of the target, one greedy and one at temperature 1, tell what chains of 4 would have had accepted
 (`inference/replay`), which takes no decoding.
 """
 
 import argparse
 import platform
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,9 +136,11 @@ def main() -> None:
         drafter = DRAFTERS[arguments.kind].from_target(RECIPES[f"quickstart_{arguments.kind}"]().drafter, target)
         steps = steps_with_features(target, plan, drafter.layer_ids, arguments.steps)
         for name in arguments.variants:
+            begin = time.process_time()
             drafter = trained(arguments.kind, target, plan, steps, VARIANTS[name], seed)
+            seconds = time.process_time() - begin
             greedy, sampled = acceptance_lengths(target, drafter, recordings)
-            print(f"seed {seed}, {name}: {greedy:.3f} at T=0, {sampled:.3f} at T=1", flush=True)
+            print(f"seed {seed}, {name}: {greedy:.3f} at T=0, {sampled:.3f} at T=1, {seconds:.0f} CPU s", flush=True)
 
 
 if __name__ == "__main__":
