@@ -208,6 +208,7 @@ def _quickstart(config: TrainConfig, learning_rate: float, drafter: DrafterConfi
     config.drafter = drafter or config.drafter
     config.optimizer.learning_rate = learning_rate
     config.data.batch_size = 8
+    config.data.held_out_prompts = 24  # a curve of 64 takes a sixth of a run of some hundred steps
     config.evaluation.max_new_tokens = 48
     config.evaluation.num_prompts = 8
     config.evaluation.repeats = 2  # of two checkpoints of one drafter, more prompts tell more than more repeats
