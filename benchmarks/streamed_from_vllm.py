@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 from vllm_process import extraction_options, serving
 
 HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
-LENGTH, MAX_LENGTH, BATCH_SIZE = 256, 320, 16
+LENGTH, MAX_LENGTH, BATCH_SIZE = 256, 320, 8
 LAYER_IDS = (2, 7, 11)
 LOG_EVERY = 5
 PERIOD = 2.0  # seconds between two readings of memory

@@ -3,6 +3,8 @@
 Shapes: B rows, T tokens, H hidden width, A number of layers that a drafter reads.
 """
 
+import math
+import mmap
 import threading
 import time
 from collections import defaultdict
@@ -103,7 +105,7 @@ class StreamedFeatures:
             for text in row:
                 read = text.result()  # [tokens of the sample, A + 1, H]
                 if states is None:
-                    states = torch.zeros(*batch.token_ids.shape, *read.shape[1:], dtype=read.dtype)
+                    states = zeros_in_own_memory((*batch.token_ids.shape, *read.shape[1:]), read.dtype)
                 states[number, start : start + len(read)] = read
                 start += len(read)
         assert states is not None
@@ -166,6 +168,15 @@ class StreamedFeatures:
                 work.num_failures += 1
             if isinstance(error, NoAnswer):
                 work.checked = False
+
+
+def zeros_in_own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros in pages of their own, which go back to the system when they are freed.
+
+    What malloc has of several threads it keeps for tensors of other sizes, so that it grows for hundreds of steps.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def steps_ahead(bytes_per_step: float) -> int:
