@@ -103,7 +103,7 @@ def tell(readings: list[Reading], run: Path) -> None:
     last = readings[-1]
     waits = sum(line["time_share_data"] for line in lines) / len(lines)
     rate = sum(line["tokens_per_second"] for line in lines) / len(lines)
-    print(f"{last.step} steps in {last.seconds:.0f} s, of which {first.seconds:.0f} s to the first {LOG_EVERY}")
+    print(f"{lines[-1]['step']} steps in {last.seconds:.0f} s, of which {first.seconds:.0f} s to the first {LOG_EVERY}")
     print(f"{rate:.0f} trained tokens a second; the drafter waits {waits:.1%}; loss {lines[-1]['loss']:.4f} at the end")
     print("\n steps      seconds  MB of its own: mean   most")
     trained = [reading for reading in readings if reading.step]
