@@ -3,15 +3,17 @@
     python benchmarks/families.py samples RUNS              # text that the target wrote, and given text
     python benchmarks/families.py train RUNS --minutes 3 [NAME ...]
     python benchmarks/families.py compare RUNS families     # or blocks, lengths, loss, unroll, text, vocabulary
+    python benchmarks/families.py curves RUNS families --steps 200
 
 A drafter takes as many steps as so many minutes of CPU time on one thread allow, by some timed ones in which the target
 computes its features beside it. Training then reads features that were stored once (in bf16), which takes less time for
 the same steps; those of the draft model are computed anew. With `--steps` all drafters take so many. A second folder
 takes the text of the first by `ln -s RUNS/samples RUNS/held_out.jsonl OTHER`.
 
-`compare` decodes the held-out prompts with all drafters of a group in one process; `lengths` does so with drafters that
-were trained for drafts of 8 tokens, with chains of 4 and 8 and with trees of DFlash's. Runs of several names may be
-started side by side, one a core.
+`compare` decodes the held-out prompts in one process with the drafters of a group, as far as they were trained.
+`lengths` does so with drafters that were trained for drafts of 8 tokens, with chains of 4 and 8 and with trees of
+DFlash's. `curves` says what the drafters of a group had learnt in training after so many steps. Runs of several names
+may be started side by side, one a core.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -47,8 +50,8 @@ from draftsmith.train import TrainConfig, train
 from draftsmith.train.optimizer import optimizer_of, set_learning_rate
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 
-NUM_HELD_OUT, MAX_NEW_TOKENS = 48, 96
-COST = "cost.json"  # CPU time of a training step
+NUM_HELD_OUT, MAX_NEW_TOKENS = 32, 96
+COST, METRICS = "cost.json", "metrics.jsonl"  # the CPU time of a training step, and what training logged
 STORED_LAYERS = [2, 6, 9, 10, 12]  # of the target, that all but draft models read
 LENGTH = 256  # tokens of a row
 BLOCKS = ["dflash", "dflash2", "dspark", "domino"]
@@ -189,29 +192,31 @@ def trained_tokens(config: TrainConfig, steps: int) -> int:
 
 def compare_group(group: str, runs: Path) -> None:
     """Print a row for each drafter of a group, at draft length 4 and temperatures 0 and 1."""
-    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    target, names = Target.from_pretrained(EMBEDDED_TARGET, "cpu"), trained_names(GROUPS[group], runs)
     grid = [MeasureSettings(temperature, max_new_tokens=64, repeats=1) for temperature in (0.0, 1.0)]
-    evaluations = evaluated(GROUPS[group], grid, target, runs, group)
+    evaluations = evaluated(names, grid, target, runs, group)
     columns = ["drafter", "parameters trained", "MB a draft step", "steps", "CPU s", "tokens/CPU s in training"]
     columns += ["acceptance length T=0", "T=1", "accepted given those before, T=0", "speedup T=0", "T=1"]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for name, evaluation in zip(GROUPS[group], evaluations, strict=True):
+    for name, evaluation in zip(names, evaluations, strict=True):
         print("| " + " | ".join([name, *facts(name, runs, target), *figures(evaluation.results)]) + " |")
 
 
 def compare_lengths(runs: Path) -> None:
     """Print a row for each draft of those that were trained for 8 tokens: chains of 4 and 8, and trees of DFlash's."""
-    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    target, names = Target.from_pretrained(EMBEDDED_TARGET, "cpu"), trained_names([*LENGTHS], runs)
     chains, trees = [
         [MeasureSettings(0.0, draft=draft, max_new_tokens=64, repeats=1) for draft in drafts]
         for drafts in ((4, 8), (DDTree(16, 4), DDTree(16, 8), DDTree(32, 8)))
     ]
-    evaluations = evaluated([*LENGTHS], chains, target, runs, "lengths")
-    evaluations += evaluated(["dflash-8"], trees, target, runs, "trees")
+    with_trees = [name for name in names if name == "dflash-8"]
+    evaluations = evaluated(names, chains, target, runs, "lengths")
+    if with_trees:
+        evaluations += evaluated(with_trees, trees, target, runs, "trees")
     columns = ["drafter", "draft", "steps", "CPU s", "acceptance length", "accepted given those before", "speedup"]
     print("| " + " | ".join([*columns, "ms a round: draft, verify, host", "of a plain step"]) + " |")
     print("|" + "---|" * (len(columns) + 2))
-    for name, evaluation in zip([*LENGTHS, "dflash-8"], evaluations, strict=True):
+    for name, evaluation in zip([*names, *with_trees], evaluations, strict=True):
         for row in evaluation.results:
             _, _, steps, seconds, _ = facts(name, runs, target)
             phases = row.speed.milliseconds_per_round
@@ -221,6 +226,23 @@ def compare_lengths(runs: Path) -> None:
             cells += [length_text(row), rates_text(row), speedup_text(row)]
             cells += [milliseconds, f"{row.speed.baseline_milliseconds_per_round.total:.2f}"]
             print("| " + " | ".join(cells) + " |")
+
+
+def print_curves(group: str, runs: Path, step: int) -> None:
+    """Print what drafters had learnt after so many steps: the means of what was logged up to 15 % before and behind.
+
+    Texts are those of training, at the first sight in the first epoch, and the tokens in a row those that a family
+    trains on: 3 of EAGLE-1, EAGLE-3 and MTP, 5 of P-EAGLE, 4 of the others.
+    """
+    print(
+        f"| drafter | acceptance length on training text at step {step} | accuracy of the first token |\n|---|---|---|"
+    )
+    for name in trained_names(GROUPS[group], runs):
+        if (runs / name / METRICS).is_file():
+            logged = [json.loads(line) for line in (runs / name / METRICS).read_text().splitlines()]
+            near = [row for row in logged if abs(row["step"] - step) <= 0.15 * step]
+            length, first = (fmean(row[key] for row in near) for key in ("simulated_acceptance_length", "accuracy_0"))
+            print(f"| {name} | {length:.2f} | {first:.2f} |")
 
 
 def evaluated(names: list[str], grid: list[MeasureSettings], target: Target, runs: Path, out: str) -> list[Evaluation]:
@@ -237,6 +259,11 @@ def evaluated(names: list[str], grid: list[MeasureSettings], target: Target, run
     print(f"{len(lines)} held-out prompts, up to {grid[0].max_new_tokens} new tokens; outputs: {identical} of", end=" ")
     print(f"{sum(check.checked for check in checks)} are those of plain decoding, {divergences} differ without a tie\n")
     return evaluations
+
+
+def trained_names(names: list[str], runs: Path) -> list[str]:
+    """Return those of the drafters that were trained or need no training."""
+    return [name for name in names if name in LOOKUPS or (runs / name / "checkpoints").is_dir()]
 
 
 def drafter_of(name: str, runs: Path) -> str:
@@ -293,11 +320,13 @@ def speedup_text(row: Result) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["samples", "train", "compare"])
+    parser.add_argument("action", choices=["samples", "train", "compare", "curves"])
     parser.add_argument("runs", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=3)
-    parser.add_argument("--steps", type=int, help="of each drafter, in place of minutes")
+    parser.add_argument(
+        "--steps", type=int, help="of each drafter in `train`, in place of minutes; the place on curves"
+    )
     parser.add_argument("--num-prompts", type=int, default=3000, help="that `samples` answers (%(default)s)")
     args = parser.parse_intermixed_args()
     torch.set_num_threads(1)
@@ -308,6 +337,8 @@ def main() -> None:
             train_one(name, args.runs, args.minutes, args.steps)
         elif args.action == "compare":
             compare_lengths(args.runs) if name == "lengths" else compare_group(name, args.runs)
+        elif args.action == "curves":
+            print_curves(name, args.runs, args.steps)
 
 
 if __name__ == "__main__":
