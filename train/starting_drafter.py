@@ -13,6 +13,7 @@ from draftsmith.models.drafter_parts.target_layers import why_not_copied
 from draftsmith.models.drafter_parts.vocabulary import ranking, too_large, with_size
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.identity import check_identity, differences
+from draftsmith.models.target.target_files import why_not_read
 from draftsmith.train.config import TrainConfig
 
 
@@ -42,6 +43,8 @@ def fit_starting_layers(config: TrainConfig, target: Target) -> None:
     reason = "init_from brings the layers"
     if config.init_from is None:
         reason = why_not_copied(target, drafter.intermediate_size, drafter.num_starting_layers) or ""
+        if not reason and why_not_read(target.name):
+            reason = f"the layers of {target.name} are quantised in a form that is not unpacked"
     if reason and "drafter.starting_layers" in config.explicit_keys:
         raise UserError(f"drafter.starting_layers=target: {reason}; give drafter.starting_layers=random")
     if reason and config.init_from is None and PartialState().is_main_process:

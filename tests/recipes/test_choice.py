@@ -20,7 +20,7 @@ from draftsmith.inference.planning.best_draft import (
     rank_accuracies,
     tree_acceptance_length,
 )
-from draftsmith.inference.planning.costs import Costs, HeldOutErrors, HeldOutRound
+from draftsmith.inference.planning.costs import Costs, DraftChances, HeldOutErrors, HeldOutRound
 from draftsmith.inference.planning.tuning import PredictedDraft, decode, tune
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
@@ -60,7 +60,7 @@ def test_a_choice_counts_the_rounds_without_a_draft(tiny_target: Target, monkeyp
     total = decode(tiny_target, ngram, prompts, MeasureSettings(max_new_tokens=40, draft=8)).stats.total
     assert 0 < total.num_drafts < total.num_rounds
     assert total.num_accepted_tokens
-    assert found.drafted == total.num_drafts / total.num_rounds
+    assert found.chances == DraftChances.of(total)
     predicted = prediction_of(tuning.predicted, total.conditional_acceptance_rates)
     assert predicted.acceptance_length == pytest.approx(1 + total.num_accepted_tokens / total.num_rounds)
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from recipe_table import public_weights, table, table_of_kinds
 
-from draftsmith.models.drafter_configs import Eagle3Config
+from draftsmith.models.drafter_configs import Eagle3Config, with_random_layers
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.mtp_heads.mtp_layouts import LAYOUTS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, WITH_MTP
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import resolve
 from draftsmith.train.hardware.estimates import H100, estimate, meta_target
-from draftsmith.train.starting_drafter import fit_starting_layers
 
 # Billions of parameters, all and active, as the model cards say; cards round, and differ in what they call active.
 PUBLISHED = {
@@ -46,11 +45,10 @@ def test_drafters_build_for_the_real_shape(name: str) -> None:
     """One layer of the target's width over three of its layers, with a head of 32000 tokens."""
     config = resolve(RECIPES[f"eagle3_{name}_usable"](), None, ["data.samples=s", "run.dir=r"])
     public = PUBLIC_TARGETS[name].config
-    target = meta_target(public, config.target)
-    fit_starting_layers(config, target)
-    assert isinstance(config.drafter, Eagle3Config)
+    shape = with_random_layers(config.drafter)
+    assert isinstance(shape, Eagle3Config)
     with torch.device("meta"):
-        drafter = Eagle3.from_target(config.drafter, target)
+        drafter = Eagle3.from_target(shape, meta_target(public, config.target))
     shapes = {key: list(tensor.shape) for key, tensor in drafter.engine_tensors().items()}
     width = public.hidden_size
     assert shapes["fc.weight"] == [width, 3 * width]
