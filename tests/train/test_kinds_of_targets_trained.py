@@ -20,6 +20,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.serving.export import export_checkpoint
 from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.starting_drafter import fit_starting_layers
 
 ALTERNATING = {"layer_types": ["linear_attention", "full_attention"] * 2}
 LIKE_GEMMA_4_31B = {
@@ -50,7 +51,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
 }
 # What vLLM's LlamaForCausalLMEagle3 loads (vllm/model_executor/models/llama_eagle3.py).
-KEYS = {"fc.weight", "norm.weight", "lm_head.weight"}
+KEYS = {*(f"fc_norm.{number}.weight" for number in range(3)), "fc.weight", "norm.weight", "lm_head.weight"}
 KEYS |= {f"layers.0.{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
 KEYS |= {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
 KEYS |= {f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
@@ -107,6 +108,7 @@ def test_eagle3_learns_and_is_exported(model_type: str, tmp_path: Path) -> None:
         "eagle3", base, tmp_path / "run", run={"steps": 100, "device": "cpu"}, optimizer={"learning_rate": 1e-2}
     )
     torch.manual_seed(0)
+    fit_starting_layers(config, target)
     untrained = DRAFTERS["eagle3"].from_target(config.drafter, target)
     train(config)
     checkpoint = checkpoints(tmp_path / "run")[-1]
