@@ -17,7 +17,7 @@ SHARE_OF_ADAMW = 0.2  # root mean square of AdamW's usual step (arXiv 2502.16982
 class Muon(torch.optim.Optimizer):
     """The steps of `torch.optim.Muon`, of AdamW's size, with matrix products in fp32 on a CPU.
 
-    There torch's products in bf16 take five times as long: on one thread, they took more of a step of the
+    There torch's products in bf16 take four times as long: on one thread, they took more of a step of the
     quickstart's EAGLE-3 than the loss and its gradient. On a GPU products are in bf16, as in torch.
     """
 

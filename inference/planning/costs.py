@@ -61,6 +61,8 @@ def continued_chance(mean: float, longest: int) -> float:
     """Return the chance r of another token with which drafts have a mean of 1 + r + ... + r^(longest - 1) tokens."""
     if mean >= longest:
         return 1.0
+    if mean <= 1:
+        return 0.0
     return float(brentq(lambda chance: sum(chance**more for more in range(longest)) - mean, 0.0, 1.0))
 
 

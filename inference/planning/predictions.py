@@ -37,7 +37,10 @@ def predicted_speedup(row: Result, costs: Costs) -> float | None:
     setting, counts = row.setting, row.acceptance
     if not counts.num_drafts or not is_known(row, costs):
         return None
-    fitted = costs.drafting_with(DraftChances.of(counts))
+    chances = DraftChances.of(counts)
+    if setting.schedule is not None:  # it tells of each round how long the draft is
+        chances = replace(chances, continued=1.0)
+    fitted = costs.drafting_with(chances)
     if not row.requests:
         place = setting.draft_length, setting.batch_size, context_of(row, costs), setting.tree_nodes
         return fitted.speedup(row.tokens_a_round, *place)

@@ -37,7 +37,7 @@ from draftsmith.inference.planning.costs import (
 )
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.inference.planning.fixed_batches import RequestProfile, batch_milliseconds
-from draftsmith.inference.planning.predictions import with_prediction
+from draftsmith.inference.planning.predictions import predicted_speedup, with_prediction
 from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start_forced
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
@@ -262,6 +262,20 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
         # reading the prompts is a part of it: rounds alone gain more
         assert row.speed.decode_speedup is not None
         assert row.speed.decode_speedup > 1.005 * row.speed.speedup > 1
+
+
+def test_drafts_that_a_schedule_shortened_are_not_taken_for_short_finds() -> None:
+    """Half as long as the longest on average: a schedule's own lengths are predicted with, as on a GPU."""
+    row = typed_result(0.5, 1.0)
+    counts = replace(
+        row.acceptance, num_drafts=row.acceptance.num_rounds, num_draft_tokens=2 * row.acceptance.num_rounds
+    )
+    row = replace(row, acceptance=counts)
+    scheduled = replace(row, setting=replace(row.setting, schedule=Schedule(((1, 4),))))
+    costs = Costs("", "", "", "", {"step: pass": 1.0}, {"token": 10.0}, 1.0, drops_columns=True)
+    on_gpu = replace(costs, drops_columns=False)
+    assert predicted_speedup(scheduled, costs) == predicted_speedup(scheduled, on_gpu)
+    assert predicted_speedup(row, costs) > predicted_speedup(row, on_gpu)
 
 
 def test_what_costs_cannot_tell_is_not_predicted() -> None:
