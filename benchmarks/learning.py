@@ -36,6 +36,7 @@ from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
 
 Step = tuple[Batch, Features]  # of training: a batch, and what the target gives for it
+KINDS = ("eagle", "eagle3", "p_eagle", "dflash", "dflash2", "dspark", "domino")
 DRAFT_LENGTH, MAX_NEW_TOKENS = 4, 64
 MODES: dict[float, VerificationMode] = {0.0: "greedy", 1.0: "probabilistic"}
 
@@ -114,7 +115,7 @@ def acceptance_lengths(target: Target, drafter: Drafter, recordings: list[Record
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=Path, required=True)
-    parser.add_argument("--kind", default="eagle3", choices=["eagle", "eagle3", "p_eagle"])
+    parser.add_argument("--kind", default="eagle3", choices=KINDS)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
