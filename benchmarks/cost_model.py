@@ -37,8 +37,8 @@ from draftsmith.inference.planning.cost_measurement import CostRange, measure_co
 from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.inference.planning.predictions import with_prediction
 from draftsmith.models import Drafter, Target, load_drafter, save_drafter
-from draftsmith.models.reading import read_typed
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.reading import read_typed
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import new_drafter
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET

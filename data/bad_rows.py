@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftsmith.data.progress import warn
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 
 BAD_ROWS = "bad_rows.jsonl"  # beside the samples
 

@@ -23,7 +23,7 @@ import httpx
 
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import parse_json
+from draftsmith.models.storage.reading import parse_json
 
 ATTEMPTS = 8
 TIMEOUTS = 2  # times the time-out: the seconds for the answers of all attempts together

@@ -10,8 +10,8 @@ from filelock import FileLock, Timeout
 
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import made_folder, real_path, require_writable
 from draftsmith.models.ranges import Count, Natural, checked
+from draftsmith.models.storage.files import made_folder, real_path, require_writable
 
 
 def rank_and_num_ranks() -> tuple[int, int]:

@@ -29,7 +29,7 @@ from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.mtp import Mtp
 from draftsmith.models.drafters.p_eagle import PEagle
 from draftsmith.models.errors import UserError, errors_of, library_errors
-from draftsmith.models.files import whole_folder, write_json
+from draftsmith.models.storage.files import whole_folder, write_json
 from draftsmith.models.target.identity import check_identity, identity
 from draftsmith.models.target.target import Target
 from draftsmith.models.training_free.cascade import Cascade

@@ -15,7 +15,7 @@ from draftsmith.models import DRAFTERS
 ROOT = Path(__file__).parents[1]
 WINGS = {  # the floors from the ground up, and the wings of each from the ground up
     "models": (
-        *("sampling", "slots", "fused", "target", "losses"),
+        *("storage", "sampling", "slots", "fused", "target", "losses"),
         *("drafter_parts", "eagle_parts", "block_parts", "mtp_heads", "drafters", "training_free"),
     ),
     "inference": ("verification", "decoding", "replay", "measuring", "planning", "traffic", "diagnosis"),
@@ -34,15 +34,10 @@ GROUND = {
         "devices",
         "drafter_configs",
         "errors",
-        "files",
         "kernels",
         "layers",
-        "model_files",
         "ranges",
-        "reading",
         "text_team",
-        "typed_json",
-        "weights",
     ),
     "data": ("bad_rows", "console", "http", "parallel", "prefetch", "processes", "progress"),
     "train": ("config", "optimizer"),
@@ -221,8 +216,8 @@ READS_FILES = {  # what reads JSON, YAML and tensors without bounds on what it r
     *("safe_open", "load_file", "safetensors.torch.load", "safetensors.torch.load_file"),
 }
 MAY_READ = {
-    "models/reading.py",
-    "models/weights.py",  # the pickles of torch.save
+    "models/storage/reading.py",
+    "models/storage/weights.py",  # the pickles of torch.save
     "recipes/serving/vllm_medusa.py",  # the last three run in an engine's environment, and import nothing of ours
     "recipes/serving/vllm_script.py",
     "recipes/serving/vllm_swap.py",
@@ -236,11 +231,11 @@ def functions_called(tree: ast.Module) -> list[ast.Name | ast.Attribute]:
 
 
 def test_one_module_reads_what_anybody_may_have_written() -> None:
-    """models/reading.py bounds size, depth and numbers, and names file and line. Whoever reads without it crashes."""
+    """models/storage/reading.py bounds size, depth and numbers, and names file and line. Others would crash."""
     calls = {
         str(path): {ast.unparse(node) for node in functions_called(tree)} & READS_FILES
         for floor in FLOORS
         for path, tree in modules(floor)
     }
-    assert calls["models/reading.py"]
+    assert calls["models/storage/reading.py"]
     assert not {path: found for path, found in calls.items() if found and path not in MAY_READ}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.pages.rendering import playground_page
 
 PAGE = Path(__file__).parents[1] / "docs/playground.html"

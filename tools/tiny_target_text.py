@@ -20,7 +20,7 @@ from pathlib import Path
 from draftsmith.data.prompts.code_dialogues import Message, code_dialogues
 from draftsmith.data.prompts.standard_library import EXCLUDED_FOLDERS, function_groups, stdlib_functions, stdlib_groups
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 
 STANDARD_LIBRARY = "standard library"
 # Packages of Python code that draftsmith needs, directly or through others, and that PERMISSIVE allows to learn from.

@@ -30,7 +30,7 @@ from draftsmith.data.prompts.standard_library import function_prompt, stdlib_fun
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import Muon, MuonAndAdamW, learning_rate, set_learning_rate
 

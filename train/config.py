@@ -31,7 +31,7 @@ from draftsmith.models.ranges import (
     Temperature,
     checked,
 )
-from draftsmith.models.reading import parse_yaml, read_yaml
+from draftsmith.models.storage.reading import parse_yaml, read_yaml
 
 Seconds = Annotated[Number, Field(ge=1)]
 

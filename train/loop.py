@@ -17,8 +17,8 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.samples.batches import MicroBatch
 from draftsmith.models.batch import Batch
 from draftsmith.models.devices import pick_device
-from draftsmith.models.files import write_json
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.budget import lengths_without_gain
 from draftsmith.train.evaluation.evaluate import Evaluator, reason_to_stop, what_training_brought

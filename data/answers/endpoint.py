@@ -32,8 +32,8 @@ from draftsmith.data.console import shell_path
 from draftsmith.data.http import LARGEST_PAGE, PassingError, Server
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.models.target.target import Target
-from draftsmith.models.typed_json import from_json
 
 TIMEOUT, TIMEOUT_PER_TOKEN = 120.0, 0.25  # seconds for an answer, and for each token that it may have
 TOKENIZER_CHECK = (

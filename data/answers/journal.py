@@ -14,8 +14,8 @@ from pathlib import Path
 from draftsmith.data.samples.folder import shard_parts, write_samples
 from draftsmith.data.samples.sample import Sample, sample_line, to_sample
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import whole_folder, writing
-from draftsmith.models.reading import open_regular, parse_json
+from draftsmith.models.storage.files import whole_folder, writing
+from draftsmith.models.storage.reading import open_regular, parse_json
 
 Place = tuple[Path, int]  # of a prompt's line: the journal, and the offset in it in bytes
 

@@ -18,9 +18,9 @@ from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import whole_folder, write_json
+from draftsmith.models.storage.files import whole_folder, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.target.identity import identity
-from draftsmith.models.typed_json import to_json
 
 
 def store_conversations(

@@ -52,12 +52,12 @@ from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.spans import Markers
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, whole_number
-from draftsmith.models.files import finish_moving, write_json
 from draftsmith.models.ranges import BelowOne, Count, Depth, Name, Seed, checked_fields
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.storage.files import finish_moving, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.target.chat_template import has_template
 from draftsmith.models.target.identity import template_hash, tokenizer_fingerprint
-from draftsmith.models.typed_json import to_json
 
 # Keys of prepared.json that are names and counts of what hashes tell exactly.
 IMPLIED = ("target", "prompts", "num_prompts", "num_held_out", "num_skipped")

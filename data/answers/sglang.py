@@ -9,7 +9,7 @@ from draftsmith.data.answers.with_images import Name, One, read_answer
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Natural
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 
 PATH = "/generate"
 Likely = tuple[FiniteFloat, StrictInt, Any]  # the log-probability of a token, its id and its text

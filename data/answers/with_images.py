@@ -13,7 +13,7 @@ from pydantic import Field, FiniteFloat, StrictInt
 
 from draftsmith.data.http import PassingError, Server
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 
 PATH = "/inference/v1/generate"
 OPTION = "--enable-scale-out"  # of `vllm serve`, without which it has no such path

@@ -35,9 +35,9 @@ from draftsmith.data.samples.sample import Sample
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import open_tensors
+from draftsmith.models.storage.reading import open_tensors
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.models.target.target_files import why_not_read
-from draftsmith.models.typed_json import from_json
 
 SETTING = "data.features_endpoint"
 FILES_SETTING = "data.features_files"

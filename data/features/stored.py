@@ -25,7 +25,7 @@ from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import open_tensors, parse_json, read_json
+from draftsmith.models.storage.reading import open_tensors, parse_json, read_json
 from draftsmith.models.target.target import Features
 
 SHARD_BYTES = 1 << 30

@@ -30,7 +30,7 @@ from draftsmith.data.processes import locked
 from draftsmith.data.progress import progress_bar, size_text
 from draftsmith.data.samples.batches import MicroBatch, group_rows
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole, writing
+from draftsmith.models.storage.files import write_whole, writing
 
 ANNOUNCED_AFTER = 2.0  # seconds, in which the first batches show how long the pass will take
 

@@ -22,7 +22,7 @@ from draftsmith.data.prompts.sources import read_source, source_name
 from draftsmith.data.prompts.splits import deduplicate, prompt_hash
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Count, Name, Positive, checked
-from draftsmith.models.reading import read_yaml
+from draftsmith.models.storage.reading import read_yaml
 
 
 @dataclass

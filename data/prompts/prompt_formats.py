@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import LONE_SURROGATE, parse_json
+from draftsmith.models.storage.reading import LONE_SURROGATE, parse_json
 
 LONGEST_PROMPT = 1 << 22  # characters, of about a million tokens
 FIELDS = ("prompt", "messages", "conversations", "body")

@@ -19,7 +19,7 @@ from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import lines_of, parse_json, read_lines, read_text
+from draftsmith.models.storage.reading import lines_of, parse_json, read_lines, read_text
 
 RawRows = Iterable[tuple[str, Any]]  # the place of a row, for messages to the user, and the row
 

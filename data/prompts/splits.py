@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftsmith.data.prompts.prompt_formats import Prompt, image_urls, text_of
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 
 HASH_DIGITS = 16
 HELD_OUT = "held_out.jsonl"  # beside the samples

@@ -27,10 +27,10 @@ from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.data.samples.samples import SCHEMA, Samples, joined_samples, pieces
 from draftsmith.models.batch import Batch
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import file_hash, write_json, writing
-from draftsmith.models.reading import read_json, read_typed
+from draftsmith.models.storage.files import file_hash, write_json, writing
+from draftsmith.models.storage.reading import read_json, read_typed
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.models.target.target import ChatSettings, Target
-from draftsmith.models.typed_json import from_json, to_json
 
 PREPARED, INDEX = "prepared.json", "index.json"
 WRITERS = ("target", "target_fingerprint", "written_by")  # keys of prepared.json without which nobody wrote the samples

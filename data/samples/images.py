@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
-from draftsmith.models.reading import open_regular
+from draftsmith.models.storage.files import write_whole
+from draftsmith.models.storage.reading import open_regular
 
 IMAGES = "images"  # folder beside the samples
 LARGEST_IMAGE = 1 << 24  # bytes of its file

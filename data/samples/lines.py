@@ -10,8 +10,8 @@ from draftsmith.data.parallel import on_all_cores
 from draftsmith.data.samples.sample import Sample, sample_line, to_sample
 from draftsmith.data.samples.samples import SCHEMA, Samples, pieces
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash, write_whole
-from draftsmith.models.reading import LARGEST_LINE, open_regular, parse_json, read_text
+from draftsmith.models.storage.files import file_hash, write_whole
+from draftsmith.models.storage.reading import LARGEST_LINE, open_regular, parse_json, read_text
 
 LINES = "samples.jsonl"
 CHECKSUM = f"{LINES}.sha256"  # in the form of `sha256sum`

@@ -17,8 +17,8 @@ from typing import Any
 
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.ranges import AboveZero, BelowOne, Count, Natural, Positive, checked_fields
-from draftsmith.models.reading import read_json
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.reading import read_json
+from draftsmith.models.storage.typed_json import from_json
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from draftsmith.inference.decoding.counters import DraftLength, Interval, Stats
 from draftsmith.models.ranges import Natural, NonNegative, Positive, Share
-from draftsmith.models.typed_json import flat, optional
+from draftsmith.models.storage.typed_json import flat, optional
 
 
 @dataclass(frozen=True)

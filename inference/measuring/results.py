@@ -16,10 +16,10 @@ from draftsmith.inference.decoding.counters import Counted, DraftLength, Interva
 from draftsmith.inference.decoding.schedule import AnySchedule, schedule_from_json
 from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.verification.acceptance_rules import LOSSY, VerificationMode
-from draftsmith.models.files import write_json
 from draftsmith.models.ranges import Natural, NonNegative, Positive, Share
-from draftsmith.models.reading import read_json
-from draftsmith.models.typed_json import flat, from_json, optional, to_json, with_flat_parts
+from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.reading import read_json
+from draftsmith.models.storage.typed_json import flat, from_json, optional, to_json, with_flat_parts
 
 # --- the parts of a row
 

@@ -11,8 +11,8 @@ from pydantic import Field
 from draftsmith.inference.measuring.results import Environment
 from draftsmith.inference.planning.gpu_roofline import DrafterShape, Machine
 from draftsmith.models.ranges import Count, Natural, NonNegative, Positive, Share
+from draftsmith.models.storage.typed_json import flat, optional, with_flat_parts
 from draftsmith.models.target.shape import TargetShape
-from draftsmith.models.typed_json import flat, optional, with_flat_parts
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # of bytes, which may be more than other settings are
 

@@ -28,7 +28,7 @@ from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Natural, NonNegative
 from draftsmith.models.sampling.trees import StaticTree
-from draftsmith.models.typed_json import optional, to_json
+from draftsmith.models.storage.typed_json import optional, to_json
 
 LONGEST = 8  # most tokens of a chain that are tried
 RANKS, TREE_NODES = 8, 32  # most children of a node, and most nodes, of a tree that is tried

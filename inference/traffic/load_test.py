@@ -22,7 +22,7 @@ from draftsmith.inference.traffic.requests import Lengths, Load, Sent, plan_requ
 from draftsmith.inference.traffic.serving import WALL_CLOCK, Clock, ServedRun, serve
 from draftsmith.inference.traffic.stages import OFF, Sla, StageResult, off_beside, stage_result
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import flat, with_flat_parts
+from draftsmith.models.storage.typed_json import flat, with_flat_parts
 
 WARM_UP_TOKENS = 8  # of each request before a stage; nothing of it counts
 TIMED_ROUNDS = 8  # rounds that are timed for each cost of an adaptive schedule

@@ -26,11 +26,11 @@ from torch import Tensor
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.config_fields import DFlashFields, EngineFields, LayoutFields, OwnFields
 from draftsmith.models.errors import UserError, errors_of, library_errors
-from draftsmith.models.model_files import CONFIG, drafter_config_file
 from draftsmith.models.ranges import checked_fields
-from draftsmith.models.reading import read_json_object
+from draftsmith.models.storage.model_files import CONFIG, drafter_config_file
+from draftsmith.models.storage.reading import read_json_object
+from draftsmith.models.storage.weights import check_counts, check_finite, read_weights
 from draftsmith.models.target.target import Target
-from draftsmith.models.weights import check_counts, check_finite, read_weights
 
 # How checkpoints that draftsmith did not write tell their family; any other causal language model is a draft model.
 ARCHITECTURES = {

@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftsmith.models.errors import UserError, library_errors
-from draftsmith.models.files import write_json
-from draftsmith.models.model_files import CONFIG
 from draftsmith.models.mtp_heads.mtp_layouts import HeadLayout, together
-from draftsmith.models.reading import open_tensors, read_json_object
+from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.model_files import CONFIG
+from draftsmith.models.storage.reading import open_tensors, read_json_object
+from draftsmith.models.storage.weights import file_of_index, read_weights
 from draftsmith.models.target.quantised import CODES
 from draftsmith.models.target.target_files import read_quantisation, stored_tensors
-from draftsmith.models.weights import file_of_index, read_weights
 
 NEW_FILE = "model-mtp.safetensors"  # of a head that the target's own files did not have
 AS_QWEN2 = ("llama", "mistral")  # targets that vLLM serves with a head as the Qwen2 models that they equal

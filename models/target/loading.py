@@ -29,6 +29,7 @@ from transformers import (
 
 from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.models.storage.weights import check_finite
 from draftsmith.models.target.quantised import CODES, MEND, Packed
 from draftsmith.models.target.target_files import (
     library_errors_of,
@@ -39,7 +40,6 @@ from draftsmith.models.target.target_files import (
     stored_tensors,
     why_not_read,
 )
-from draftsmith.models.weights import check_finite
 
 MOST_CLAIMED = 3  # values that a config may claim for each that the files hold: constants are in no file
 TWO_ATTENTIONS = "longcat_flash"  # type of models whose num_hidden_layers counts attentions, two of each layer

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import parse_json
+from draftsmith.models.storage.reading import parse_json
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 

@@ -26,11 +26,11 @@ from transformers.utils import (
 )
 
 from draftsmith.models.errors import UserError, library_errors
-from draftsmith.models.model_files import find_file, target_config_file
-from draftsmith.models.reading import read_json_object
+from draftsmith.models.storage.model_files import find_file, target_config_file
+from draftsmith.models.storage.reading import read_json_object
+from draftsmith.models.storage.typed_json import from_json
+from draftsmith.models.storage.weights import check_counts, file_of_index, read_weights
 from draftsmith.models.target.quantised import Packed, Quantisation, unpacked
-from draftsmith.models.typed_json import from_json
-from draftsmith.models.weights import check_counts, file_of_index, read_weights
 
 MOST_PARTS = 2000  # layers or experts of one model; the largest have some hundreds
 QUANTISATION = "quantization_config"  # a field of config.json

@@ -22,10 +22,10 @@ from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_json, write_whole
-from draftsmith.models.reading import read_typed
-from draftsmith.models.sealed_json import read_sealed, write_sealed
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import write_json, write_whole
+from draftsmith.models.storage.reading import read_typed
+from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.auto.budget import FEWEST_STEPS, AutoPlan, make_plan, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time

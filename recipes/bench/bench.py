@@ -7,8 +7,8 @@ from rich.console import Console
 
 from draftsmith.data.progress import notice, progress_bar
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import whole_folder, write_json
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import whole_folder, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.bench.arrivals import Mix, read_mix
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, BenchTest, Latencies, Limits, Percentile
 from draftsmith.recipes.bench.runner import Bench, rival_at

@@ -9,7 +9,7 @@ from draftsmith.data.http import PassingError, Server
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.samples.images import with_data_urls
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import JsonObject
+from draftsmith.models.storage.reading import JsonObject
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LARGEST_ANSWER = 1 << 26  # bytes of all events of an answer

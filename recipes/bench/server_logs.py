@@ -18,7 +18,7 @@ from typing import Any
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt, to_prompt
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import parse_json, read_lines
+from draftsmith.models.storage.reading import parse_json, read_lines
 
 MONTH_AND_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")  # of vLLM, which writes no year
 DATE_AND_TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")  # of SGLang

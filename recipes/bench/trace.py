@@ -20,7 +20,7 @@ from draftsmith.data.prompts.prompt_formats import FIELDS, Prompt, to_prompt
 from draftsmith.data.prompts.sources import READERS, RawRows, parsed, read_source
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import MOST
-from draftsmith.models.reading import JsonObject, read_lines
+from draftsmith.models.storage.reading import JsonObject, read_lines
 from draftsmith.recipes.bench.server_logs import LoggedRequest, read_log
 
 TIMES = ("timestamp", "time", "arrival_time", "created_at", "TIMESTAMP", "Timestamp")

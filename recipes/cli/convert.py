@@ -11,7 +11,7 @@ from draftsmith.data.samples.folder import INDEX, PREPARED, read_samples, write_
 from draftsmith.data.samples.images import IMAGES
 from draftsmith.data.samples.lines import LINES, check_checksum, line_parts, samples_in, write_lines
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import whole_folder, write_whole
+from draftsmith.models.storage.files import whole_folder, write_whole
 from draftsmith.recipes.configs.data_settings import ConvertSettings
 
 

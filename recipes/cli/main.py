@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from draftsmith.models.errors import UserError, first_line, is_out_of_memory, one_line, own_place, shown
-from draftsmith.models.files import DISK_FAULTS
+from draftsmith.models.storage.files import DISK_FAULTS
 from draftsmith.recipes.cli.flags import add_flags, settings_from
 from draftsmith.recipes.cli.output_folder import output_folder
 from draftsmith.recipes.configs import command_settings, data_settings, server_settings, training_settings

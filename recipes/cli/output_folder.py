@@ -7,7 +7,7 @@ from typing import Any
 from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import finish_moving
+from draftsmith.models.storage.files import finish_moving
 
 MEASURED = {  # by command: the file of its --out that an earlier one may have written
     "evaluate": "evaluation.md",

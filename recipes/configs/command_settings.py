@@ -27,7 +27,7 @@ from draftsmith.models.ranges import (
     Temperature,
     TwoOrMore,
 )
-from draftsmith.models.reading import JsonObject
+from draftsmith.models.storage.reading import JsonObject
 from draftsmith.recipes.configs.named_files import check_names
 
 if TYPE_CHECKING:

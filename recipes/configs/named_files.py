@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable
 from draftsmith.models.ranges import Natural, checked
-from draftsmith.models.reading import read_json, read_json_object
+from draftsmith.models.storage.files import require_writable
+from draftsmith.models.storage.reading import read_json, read_json_object
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model or a data set; whether the Hub has it shows later
 
@@ -32,14 +32,14 @@ def check_names(settings: Mapping[str, Any]) -> None:
 def _target(name: str) -> None:
     if not Path(name).exists() and not HUB_NAME.fullmatch(name):
         raise UserError(f"no target at {name!r}: give a Hub name or a model directory")
-    from draftsmith.models.model_files import target_config_file
+    from draftsmith.models.storage.model_files import target_config_file
 
     read_config_file(name, target_config_file)
 
 
 def _drafter(name: str) -> None:
     from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
-    from draftsmith.models.model_files import drafter_config_file
+    from draftsmith.models.storage.model_files import drafter_config_file
     from draftsmith.recipes.configs.recipes import RECIPES
 
     for part in [name] if Path(name).exists() else name.split("+", 1):  # of a cascade

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.models.drafter_configs import LayersLikeTarget
-from draftsmith.models.reading import JsonObject
+from draftsmith.models.storage.reading import JsonObject
 from draftsmith.train.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import JsonObject
+from draftsmith.models.storage.reading import JsonObject
 from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, DTYPES, FEATURE_NORMS, LoaderRules
 from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, ONE_LAYOUT, SHIFTED_ONLY_FROM_1, rules_for
 

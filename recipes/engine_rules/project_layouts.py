@@ -5,7 +5,7 @@ from dataclasses import replace
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import JsonObject
+from draftsmith.models.storage.reading import JsonObject
 from draftsmith.recipes.engine_rules.layout_check import default_layers
 
 # fmt: off

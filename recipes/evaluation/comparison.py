@@ -30,8 +30,8 @@ from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.inference.planning.predictions import with_predictions
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable, whole_folder, write_json, write_whole
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import require_writable, whole_folder, write_json, write_whole
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
 from draftsmith.recipes.report_data.reading import report_data_of
 from draftsmith.recipes.reports.report import evaluation_markdown

@@ -12,9 +12,9 @@ from draftsmith.inference.measuring.results import Evaluation, Finding, Result, 
 from draftsmith.inference.replay.replay import REPLAYED_MODES, Recording, expected_stats, record, replay
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, Target
-from draftsmith.models.files import real_path
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.storage.files import real_path
 from draftsmith.train.run_folder.tracking import read_metrics
 
 DIAGNOSED_PROMPTS = 16  # first ones of a set that a diagnosis reads

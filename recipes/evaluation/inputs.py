@@ -9,8 +9,8 @@ from draftsmith.inference.decoding.schedule import read_schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import JsonObject, read_json
 from draftsmith.models.sampling.trees import DDTree, DynamicTree, StaticTree, Tree
+from draftsmith.models.storage.reading import JsonObject, read_json
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from draftsmith.inference.measuring.results import Interval
 from draftsmith.models.errors import printable
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.report_data.contents import ReportData
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all eyes

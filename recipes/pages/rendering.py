@@ -9,7 +9,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.models.errors import printable
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.playground_data import playground_data
 
 SCRIPTS = ("panel.js", "playground.js", "story.js")

@@ -21,12 +21,12 @@ from draftsmith.inference.planning.gpu_roofline import (
 from draftsmith.inference.planning.gpus import gpu_named
 from draftsmith.inference.planning.plans import Acceptance, DrafterPlan, GpuPlan, Outcome, StepTimes
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import whole_folder, write_json, write_whole
 from draftsmith.models.slots.forward import context_of
+from draftsmith.models.storage.files import whole_folder, write_json, write_whole
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.target.shape import target_shape
 from draftsmith.models.target.support import check_decoded
 from draftsmith.models.target.target_files import read_quantisation
-from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import public_target, target_config
 from draftsmith.recipes.pages.tables import for_terminal

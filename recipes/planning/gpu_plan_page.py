@@ -6,7 +6,7 @@ from typing import Any
 from draftsmith.inference.planning.gpu_roofline import BYTES, Machine
 from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.inference.planning.plans import GpuPlan, Outcome, StepTimes
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.pages.rendering import SCRIPTS, rendered
 from draftsmith.recipes.pages.tables import Cell, Row, Section, Table, table_of
 from draftsmith.recipes.planning.training_plan import training_assumptions, training_section

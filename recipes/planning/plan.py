@@ -18,9 +18,9 @@ from draftsmith.inference.planning.cost_measurement import CostRange, measure_co
 from draftsmith.inference.planning.plans import Plan, TrainingNeeds
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError, printable
-from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.sampling.trees import StaticTree
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import whole_folder, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
 from draftsmith.recipes.evaluation.comparison import evaluation_paths

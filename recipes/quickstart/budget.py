@@ -22,9 +22,9 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import read_yaml
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.reading import read_yaml
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig
 from draftsmith.train.optimizer import optimizer_of, set_learning_rate

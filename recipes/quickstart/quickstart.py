@@ -21,7 +21,7 @@ from draftsmith.data.prompts.standard_library import function_prompt, stdlib_gro
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 from draftsmith.models.target.chat_template import has_template
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.recipes import RECIPES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftsmith.models import Drafter, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import point_link, writing
+from draftsmith.models.storage.files import point_link, writing
 from draftsmith.recipes.refreshing.folders import copy_checkpoint, keep_only, numbered
 
 LINK, FOLDER = "champion", "champions"

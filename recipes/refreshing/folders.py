@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from draftsmith.models.files import whole_folder
+from draftsmith.models.storage.files import whole_folder
 from draftsmith.train.run_folder.checkpoint import remove
 
 

@@ -24,7 +24,7 @@ from draftsmith.inference.decoding.counters import Stats, total_of
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, pick_prompts
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.auto.traffic import FEWEST, longest_prompt
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.evaluation.inputs import load_target

@@ -6,7 +6,7 @@ Which champion serves does not stand here but in the link that the server follow
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draftsmith.models.sealed_json import read_sealed, write_sealed
+from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.recipes.refreshing.champions import LINK
 from draftsmith.recipes.refreshing.judgement import Judgement
 from draftsmith.recipes.refreshing.traffic import Taken, TrafficCounts

@@ -8,7 +8,7 @@ from pathlib import Path
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, write_prompts
-from draftsmith.models.files import whole_folder
+from draftsmith.models.storage.files import whole_folder
 from draftsmith.recipes.refreshing.folders import keep_only, numbered
 
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"

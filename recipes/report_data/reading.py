@@ -11,8 +11,8 @@ from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import COMPLETE, finish_moving, real_path
-from draftsmith.models.reading import read_json, read_json_object, read_text, read_typed
+from draftsmith.models.storage.files import COMPLETE, finish_moving, real_path
+from draftsmith.models.storage.reading import read_json, read_json_object, read_text, read_typed
 from draftsmith.recipes.report_data.contents import EXTRAS, ReportData
 from draftsmith.recipes.report_data.measured import (
     EvaluatedCheckpoint,

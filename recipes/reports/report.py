@@ -7,8 +7,8 @@ from draftsmith.data.progress import notice
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.measuring.sample_texts import SampleRound, SampleText
 from draftsmith.inference.planning.costs import Costs
-from draftsmith.models.files import real_path, require_writable, write_json, write_whole
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import real_path, require_writable, write_json, write_whole
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.pages.figures import draw_plots
 from draftsmith.recipes.pages.markdown import escaped, fenced
 from draftsmith.recipes.pages.rendering import rendered

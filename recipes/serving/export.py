@@ -26,7 +26,7 @@ from draftsmith.models import (
     read_checkpoint,
 )
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
+from draftsmith.models.storage.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
 from draftsmith.recipes.engine_rules.engine_key_names import DTYPES
 from draftsmith.recipes.engine_rules.layout_check import check_files, engines_that_serve
 from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, ONE_LAYOUT, TRAINING_FREE, check_name, rules_for

@@ -11,8 +11,8 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import real_path, write_json
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import real_path, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations

@@ -11,9 +11,9 @@ from draftsmith.data.progress import notice
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, Result
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash, real_path, write_whole
-from draftsmith.models.reading import read_typed
-from draftsmith.models.typed_json import optional, to_json
+from draftsmith.models.storage.files import file_hash, real_path, write_whole
+from draftsmith.models.storage.reading import read_typed
+from draftsmith.models.storage.typed_json import optional, to_json
 from draftsmith.recipes.pages.markdown import code, fenced, finalized
 from draftsmith.recipes.serving.engine_check import EngineReport
 from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported

@@ -7,8 +7,8 @@ import yaml
 
 from draftsmith.data.console import shell_path
 from draftsmith.models.drafter_configs import NgramConfig
-from draftsmith.models.files import write_whole
-from draftsmith.models.reading import read_json_object
+from draftsmith.models.storage.files import write_whole
+from draftsmith.models.storage.reading import read_json_object
 from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, rules_for
 from draftsmith.recipes.serving.export import ASSISTED, Exported
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
-from draftsmith.models.files import real_path, write_json, write_whole
+from draftsmith.models.storage.files import real_path, write_json, write_whole
 from draftsmith.recipes.engine_rules.engine_table import how_known
 from draftsmith.recipes.engine_rules.loader_rules import SGLANG, TRAINING_FREE, VLLM, rules_for
 from draftsmith.recipes.engine_rules.other_engines import LLAMA_CPP, TENSORRT_LLM, TRANSFORMERS

@@ -10,10 +10,10 @@ from pathlib import Path
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import real_path
-from draftsmith.models.reading import read_typed
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.typed_json import optional, to_json
+from draftsmith.models.storage.files import real_path
+from draftsmith.models.storage.reading import read_typed
+from draftsmith.models.storage.typed_json import optional, to_json
 from draftsmith.recipes.serving.engine_speed import TimedRequest
 from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, read_version

@@ -16,8 +16,8 @@ from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target, read_checkpoint
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import made_folder, require_writable
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.storage.files import made_folder, require_writable
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings

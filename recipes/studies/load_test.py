@@ -30,9 +30,9 @@ from draftsmith.inference.traffic.requests import Lengths, Load, check_output_le
 from draftsmith.inference.traffic.stages import IN_CHUNKS, OFF, ON, SCHEDULED, Sla, operating_points, verdict
 from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import UserError, require_at_least
-from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.sampling.trees import Chain
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import whole_folder, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import LoadTestSettings
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.pages.figures import TWO_PANELS, save_plot

@@ -27,10 +27,10 @@ from draftsmith.inference.replay.replay import (
 )
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, load_drafter
-from draftsmith.models.files import write_json
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
-from draftsmith.models.typed_json import flat, optional, to_json
+from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.typed_json import flat, optional, to_json
 from draftsmith.recipes.configs.command_settings import ReplaySettings
 from draftsmith.recipes.evaluation.inputs import load_target, parse_tree, read_prompt_sets
 from draftsmith.recipes.pages.tables import for_terminal, table_of

@@ -13,9 +13,9 @@ from draftsmith.inference.planning.costs import GOAL
 from draftsmith.inference.planning.tuning import Tuning, tune
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import whole_folder, write_json
 from draftsmith.models.sampling.trees import StaticTree
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import whole_folder, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.evaluation.comparison import (
     EvaluationOptions,

@@ -16,8 +16,8 @@ from draftsmith.data.console import shell_path
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.schedule import for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
-from draftsmith.models.files import made_folder, real_path, whole_folder, write_json
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import made_folder, real_path, whole_folder, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.bench.arrivals import read_mix
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, Limits
 from draftsmith.recipes.bench.runner import Bench

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import parse_json
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.reading import parse_json
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.watching.readings import Reading
 
 KEPT_DAYS = 90

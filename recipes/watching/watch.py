@@ -10,8 +10,8 @@ from rich.console import Console
 from draftsmith.data.http import Server
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_whole
-from draftsmith.models.reading import read_typed
+from draftsmith.models.storage.files import write_whole
+from draftsmith.models.storage.reading import read_typed
 from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.watching.alerts import Alerts
 from draftsmith.recipes.watching.change import Change, ChangeTest

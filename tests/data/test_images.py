@@ -27,9 +27,9 @@ from draftsmith.data.samples.sample import Sample
 from draftsmith.data.samples.samples import OLDER_SCHEMA
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash, write_json
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import file_hash, write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 from draftsmith.train.run_folder.tracking import read_metrics

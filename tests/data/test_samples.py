@@ -23,7 +23,7 @@ from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.data.samples.samples import SCHEMA, Samples, held_out_samples, pieces
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash
+from draftsmith.models.storage.files import file_hash
 from draftsmith.recipes.cli.main import main
 
 NUM_SAMPLES = 70

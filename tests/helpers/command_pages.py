@@ -5,7 +5,7 @@ from pathlib import Path
 from reports import TEMPERATURES, evaluation, result
 
 from draftsmith.inference.measuring.results import Evaluation, upgraded
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.recipes.auto.budget import AutoPlan
 from draftsmith.recipes.auto.page import auto_page
 from draftsmith.recipes.auto.race import Contender, Rung

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.pages.rendering import SCRIPTS, page_file
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

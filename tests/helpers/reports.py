@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from draftsmith.inference.measuring.results import Evaluation, Result, upgraded
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 
 PLAIN_MILLISECONDS = 10.0
 TEMPERATURES = (0.0, 1.0)

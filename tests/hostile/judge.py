@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.inference.planning import cost_measurement
 from draftsmith.inference.traffic import load_test
 from draftsmith.models.errors import UserError, first_line, printable
-from draftsmith.models.files import write_whole
+from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.pages import figures
 from draftsmith.recipes.studies import load_test as load_test_command
 

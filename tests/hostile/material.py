@@ -22,8 +22,8 @@ from tiny_target import save_target
 from transformers import AutoTokenizer
 
 from draftsmith.models import DRAFTERS, Target, save_drafter
-from draftsmith.models.files import write_json
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 
 KINDS = (

@@ -42,9 +42,9 @@ from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, StaticTree
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.models.training_free.cascade import Cascade, CascadeConfig
 from draftsmith.models.training_free.suffix import Suffix
-from draftsmith.models.typed_json import from_json, to_json
 
 
 def new_drafter(kind: str, target: Target) -> Drafter:

@@ -39,7 +39,7 @@ from draftsmith.inference.traffic.stages import (
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main, parse
 from draftsmith.recipes.studies.load_test import load_settings
 

@@ -30,8 +30,8 @@ from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.training_free.no_drafter import NoDrafter, NoneConfig
-from draftsmith.models.typed_json import to_json
 
 DESIGN_FIELDS = {
     *("prompt_set", "num_prompts", "temperature", "top_p", "verification_mode", "batch_size", "draft_length"),

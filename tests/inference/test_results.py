@@ -21,7 +21,7 @@ from draftsmith.inference.measuring.results import (
     write_evaluation,
 )
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 
 ROOT = Path(__file__).parents[2]
 

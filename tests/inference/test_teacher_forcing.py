@@ -14,7 +14,7 @@ from draftsmith.inference.replay.replay import expected_stats
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.sampling.trees import Chain, StaticTree
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 
 NUM_TOKENS, DRAFT_LENGTH = 24, 4
 

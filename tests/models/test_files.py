@@ -10,7 +10,7 @@ from disk_faults import Killed, failing_disk, largest_file
 from safetensors.torch import save_file
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import (
+from draftsmith.models.storage.files import (
     COMPLETE,
     PARTIAL,
     finish_moving,

@@ -19,8 +19,9 @@ from draftsmith.data.samples.folder import PREPARED
 from draftsmith.data.samples.folder import write_samples as write_columns
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.measuring.spans import Span
-from draftsmith.models import Target, model_files
+from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.models.storage import model_files
 from draftsmith.models.target import target_files
 from draftsmith.models.target.loading import decoder_and_head, is_multimodal
 from draftsmith.train import train

@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from draftsmith.models import reading
 from draftsmith.models.errors import UserError, one_line
-from draftsmith.models.reading import (
+from draftsmith.models.storage import reading
+from draftsmith.models.storage.reading import (
     open_tensors,
     parse_json,
     parse_yaml,

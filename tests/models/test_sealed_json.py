@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.sealed_json import read_sealed, write_sealed
+from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 
 
 @dataclass(frozen=True)

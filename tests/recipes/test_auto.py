@@ -21,7 +21,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.sealed_json import read_sealed
+from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
 from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
 from draftsmith.recipes.auto.score import (

@@ -13,7 +13,7 @@ from streaming_server import StreamingServer
 from draftsmith.data.http import Server, run_in_loop
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.models.errors import UserError
-from draftsmith.models.reading import read_typed
+from draftsmith.models.storage.reading import read_typed
 from draftsmith.recipes.bench.arrivals import Mix, planned_requests
 from draftsmith.recipes.bench.client import Reply, ask, request_of
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, BenchTest, Limits, percentile, stage_of

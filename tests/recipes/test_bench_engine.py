@@ -14,7 +14,7 @@ from vllm_process import serving
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
-from draftsmith.models.reading import read_typed
+from draftsmith.models.storage.reading import read_typed
 from draftsmith.recipes.bench.results import BenchTest
 from draftsmith.recipes.bench.trace import read_trace
 from draftsmith.recipes.cli.main import main

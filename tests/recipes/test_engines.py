@@ -38,8 +38,8 @@ from draftsmith.inference.measuring.speed import counted
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.training_free.ngram import Ngram, NgramConfig
-from draftsmith.models.typed_json import to_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, RANDOM, REFUSED

@@ -22,7 +22,7 @@ from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, LosslessCheck, read_evaluation
 from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.serving import export_command

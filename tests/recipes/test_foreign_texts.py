@@ -25,7 +25,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.models.errors import UserError, printable
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.pages.figures import for_page, label_text, legend, save_plot
 from draftsmith.recipes.pages.markdown import code, escaped, fenced

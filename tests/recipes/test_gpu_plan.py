@@ -27,8 +27,8 @@ from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.inference.planning.plans import DataFlow, GpuPlan, TrainingWay
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS
 from draftsmith.models.errors import UserError
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.models.target.shape import CachedLayers, RoutedExperts, TargetShape, target_shape
-from draftsmith.models.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, target_config

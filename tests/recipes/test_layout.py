@@ -16,7 +16,7 @@ from load_tests import load_test, stage
 from pages import CHROMIUM, browse
 from reports import plan_content, replay_content, write_grid, write_run, write_samples
 
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.pages.rendering import playground_page
 from draftsmith.recipes.reports.report import build_report

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from draftsmith.models import Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import file_hash
 from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.storage.files import file_hash
 from draftsmith.recipes.serving.export import Exported, export_checkpoint
 from draftsmith.recipes.serving.serve_commands import write_scripts
 

@@ -31,7 +31,7 @@ from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation import comparison

@@ -14,7 +14,7 @@ from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.plans import Acceptance, Plan
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.configs.published_acceptance import PUBLISHED

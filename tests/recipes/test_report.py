@@ -32,7 +32,7 @@ from rich.console import Console
 from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
 from draftsmith.models.errors import UserError
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.pages.figures import DOTS_PER_INCH, HEIGHT, WIDTH, legend, save_plot
 from draftsmith.recipes.pages.tables import ratio_text
 from draftsmith.recipes.report_data.measured import checkpoint_names

@@ -14,7 +14,7 @@ from playground import PAGE
 from reports import write_grid
 
 from draftsmith.inference.planning.roofline import Roofline, roofline_costs
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.pages.rendering import playground_page
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.report import build_report

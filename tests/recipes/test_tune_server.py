@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.models import DRAFTERS, Target, save_drafter
-from draftsmith.models.reading import read_typed
+from draftsmith.models.storage.reading import read_typed
 from draftsmith.recipes.bench.results import Acceptance, BenchLoad, BenchRun, BenchStage, Latencies
 from draftsmith.recipes.bench.runner import Bench
 from draftsmith.recipes.bench.server_tuning import (

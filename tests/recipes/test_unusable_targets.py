@@ -20,8 +20,9 @@ from tiny_target import save_target, tiny_tokenizer
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from draftsmith.models import Target, model_files, save_drafter
+from draftsmith.models import Target, save_drafter
 from draftsmith.models.errors import UserError
+from draftsmith.models.storage import model_files
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.contenders import new_contenders
 from draftsmith.recipes.cli.main import main

@@ -10,7 +10,7 @@ from reports import choice_content, result, slower, write_grid, write_results
 
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.inference.planning.costs import Costs, HeldOutErrors, RoundTimes
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.speed import break_even
 from draftsmith.recipes.reports.verdict import Verdict, verdict_of

@@ -28,7 +28,7 @@ from draftsmith.inference.measuring.results import read_evaluation, write_evalua
 from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.train import train
 from draftsmith.train.engine.answers import RequestSettings, ServerRun, stats_by_batch

@@ -25,7 +25,7 @@ from draftsmith.models import Target
 from draftsmith.models.checkpoints import DrafterFiles
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import require_writable
+from draftsmith.models.storage.files import require_writable
 from draftsmith.train import loop, train
 from draftsmith.train.process.faults import in_one_line
 from draftsmith.train.process.signals import Stopped

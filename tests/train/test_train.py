@@ -22,7 +22,7 @@ from draftsmith.data.samples.sample import loss_mask
 from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.divergences import compiled_compare
-from draftsmith.models.reading import read_yaml
+from draftsmith.models.storage.reading import read_yaml
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve

@@ -15,7 +15,7 @@ from draftsmith.inference.planning import costs_after_evaluation as costs_beside
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.predictions import predicted_speedup
 from draftsmith.models import Target, load_drafter
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.train import train
 from draftsmith.train.config import EvaluationConfig
 from draftsmith.train.evaluation import evaluate

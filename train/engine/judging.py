@@ -21,8 +21,8 @@ from draftsmith.inference.measuring.judged import JudgedResult, JudgedSetting
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import real_path
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.files import real_path
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.train.engine.answers import (
     MeasuredServer,
     RequestSettings,

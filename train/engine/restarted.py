@@ -14,7 +14,7 @@ from pathlib import Path
 
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import real_path
+from draftsmith.models.storage.files import real_path
 from draftsmith.train.engine.engine_errors import root_cause
 
 COMMAND = "DRAFTSMITH_ENGINE_COMMAND"  # variable with the command for a shell

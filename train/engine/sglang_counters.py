@@ -14,7 +14,7 @@ from draftsmith.data.answers.sglang import GeneratedInfo
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Natural
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.train.engine.vllm_counters import MOST_POSITIONS, Counters
 
 BY_STEPS = ("EAGLE", "EAGLE3", "STANDALONE", "FROZEN_KV_MTP")  # algorithms whose drafts are built in steps

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from draftsmith.data.http import Server
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 
 PREFIX = "vllm:spec_decode_num_"  # of vLLM's counters, whose names end in _total
 MEND = "give the address of a running vLLM"

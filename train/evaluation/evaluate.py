@@ -31,8 +31,8 @@ from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.inference.planning.predictions import with_predictions
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import write_json, write_whole
-from draftsmith.models.typed_json import to_json
+from draftsmith.models.storage.files import write_json, write_whole
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.engine.judging import EngineJudge
 from draftsmith.train.evaluation.budget import Amount, affordable, checkpoints_without_gain, seconds_left

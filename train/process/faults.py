@@ -10,7 +10,7 @@ from torch.distributed import DistError
 
 from draftsmith.data.progress import warn
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import DISK_FAULTS, write_json
+from draftsmith.models.storage.files import DISK_FAULTS, write_json
 from draftsmith.train.process.stages import Stages
 
 NONFINITE = "nonfinite.json"

@@ -22,8 +22,8 @@ from draftsmith.data.progress import size_text, warn
 from draftsmith.models import CHANGED_TARGET, Drafter
 from draftsmith.models.checkpoints import DrafterFiles, files_of
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import file_hash, whole_folder
-from draftsmith.models.reading import read_typed
+from draftsmith.models.storage.files import file_hash, whole_folder
+from draftsmith.models.storage.reading import read_typed
 from draftsmith.train.hardware.layouts import whole_weights
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.training_state import MOMENTUM, PARTS, WEIGHT, load_parts, part_file, whole_part

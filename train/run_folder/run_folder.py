@@ -15,10 +15,10 @@ from draftsmith.inference.measuring.results import Result, place_of_best, read_e
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import point_link, write_json, write_whole, writing
-from draftsmith.models.reading import read_json_object, read_yaml
+from draftsmith.models.storage.files import point_link, write_json, write_whole, writing
+from draftsmith.models.storage.reading import read_json_object, read_yaml
+from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.target.identity import identity
-from draftsmith.models.typed_json import to_json
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable, rotate

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Natural, NonNegative
-from draftsmith.models.reading import read_yaml
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.reading import read_yaml
+from draftsmith.models.storage.typed_json import from_json
 from draftsmith.train.run_folder.tracking import complete_lines, parse_metrics
 
 T = TypeVar("T")

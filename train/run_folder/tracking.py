@@ -7,8 +7,8 @@ from typing import Any
 
 from draftsmith.data.answers.changed_settings import flatten
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.files import real_path, write_whole, writing
-from draftsmith.models.reading import parse_json, read_text
+from draftsmith.models.storage.files import real_path, write_whole, writing
+from draftsmith.models.storage.reading import parse_json, read_text
 from draftsmith.train.config import TrainConfig, contents
 
 METRICS = "metrics.jsonl"

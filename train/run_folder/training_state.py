@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.models import Drafter
-from draftsmith.models.reading import open_tensors
+from draftsmith.models.storage.reading import open_tensors
 
 WEIGHT, STEP, MOMENTS = "weight", "step", ("exp_avg", "exp_avg_sq")  # the last three as AdamW calls them
 MOMENTUM = "momentum_buffer"  # as Muon calls it

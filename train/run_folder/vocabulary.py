@@ -8,7 +8,7 @@ from draftsmith.data.features.vocabulary import Coverage, measure_vocabulary
 from draftsmith.data.samples.batches import BatchPlan
 from draftsmith.models import Drafter, Target
 from draftsmith.models.drafter_parts.vocabulary import vocabulary_hash
-from draftsmith.models.reading import read_typed
+from draftsmith.models.storage.reading import read_typed
 
 VOCABULARY = "vocabulary.json"
 

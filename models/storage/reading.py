@@ -20,7 +20,7 @@ from pydantic import BeforeValidator
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.typed_json import from_json
+from draftsmith.models.storage.typed_json import from_json
 
 LARGEST_FILE = 1 << 30  # bytes of a file of text that is read as a whole
 PIECE = 1 << 20  # bytes that are read at a time

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.errors import UserError, printable
-from draftsmith.models.reading import open_regular
+from draftsmith.models.storage.reading import open_regular
 
 PARTIAL = ".partial"  # hidden folder that is being written
 COMPLETE = ".complete"  # hidden folder whose files, all written, move into the folder around it

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.reading import open_tensors, refuse_stand_in
+from draftsmith.models.storage.reading import open_tensors, refuse_stand_in
 
 PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # fields that count parts with tensors
 OTHER_TYPES = {  # of safetensors: those that quantised weights are stored in

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.files import write_json
-from draftsmith.models.reading import read_json_object
-from draftsmith.models.typed_json import from_json, to_json
+from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.reading import read_json_object
+from draftsmith.models.storage.typed_json import from_json, to_json
 
 T = TypeVar("T")
 
