@@ -16,13 +16,23 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, Shape, StaticTree, likeliest_tree
 
-# Rounds of a setting in a row, and how many of them at the start are not counted: for about 20 milliseconds after
-# rounds of another setting, plain steps take up to 1.4 times as long as in the middle of an answer.
-VISIT, WARM_UP = 12, 5
 LEAST_VISITS, MOST_VISITS = 2, 4
-MOST_ROUNDS = VISIT * MOST_VISITS
 TREE_SIZES, TREE_SIZES_BETWEEN = (4, 16, 64), (8, 32)  # nodes of trees to fit on, and to test the fit on
 USUAL_ACCURACIES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01]] * 8  # by depth and rank, for the shape of a tree
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Rounds of a setting in a row. The first do not count: the rounds of other settings still slow them down."""
+
+    rounds: int
+    warm_up: int
+
+
+# For 80 milliseconds after rounds with a draft, plain steps take longer than in the middle of an answer on a CPU: the
+# first one up to 1.4 times, the tenth still 1.04 times. Rounds with a draft hardly do.
+PLAIN_VISIT, DRAFT_VISIT = Visit(24, 14), Visit(12, 5)
+MOST_ROUNDS = PLAIN_VISIT.rounds * MOST_VISITS
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,10 @@ class RoundSetting:
     @property
     def nodes(self) -> int:
         return self.shape.num_nodes
+
+    @property
+    def visit(self) -> Visit:
+        return DRAFT_VISIT if self.draft_length else PLAIN_VISIT
 
 
 @dataclass(frozen=True)
@@ -159,26 +173,25 @@ def time_rounds(
     timed: dict[int, TimedGeneration] = {}
     for places in groups.values():
         generations = start_generations(target, drafter, [settings[place] for place in places])
-        timed |= zip(places, map(TimedGeneration, generations), strict=True)
+        timed |= {place: TimedGeneration(one, settings[place]) for place, one in zip(places, generations, strict=True)}
     begin = time.perf_counter()
     for visit in range(1, MOST_VISITS + 1):
         for places in groups.values():
             for place in places:
-                for _ in range(VISIT):  # in a row: after another setting's round the processor's caches are cold
+                for _ in range(settings[place].visit.rounds):
                     timed[place].step()
         done = max(visit / MOST_VISITS, (time.perf_counter() - begin) / seconds)
         on_progress(min(1.0, done))
         if done >= 1 and visit >= LEAST_VISITS:
             break
-    return [timed[place].times(setting) for place, setting in enumerate(settings)]
+    return [timed[place].times() for place in range(len(settings))]
 
 
 def start_generations(target: Target, drafter: Drafter, settings: list[RoundSetting]) -> list[Generation]:
     """Start decoding at settings of one batch size and context; texts have `context` tokens in the middle of it."""
     batch, context = settings[0].batch, settings[0].context
-    start = max(1, context - MOST_ROUNDS // 2)
     most_nodes = max(setting.nodes for setting in settings)
-    length = start + MOST_ROUNDS + most_nodes + 2
+    length = max(1, context - MOST_ROUNDS // 2) + MOST_ROUNDS + most_nodes + 2
     # texts repeat themselves, so that a lookup finds a draft, unless the trained drafter would then never be asked
     period = length if drafter.looks_up_first else most_nodes + 1
     pieces = torch.randint(target.vocab_size, (batch, period), generator=torch.Generator().manual_seed(0))
@@ -187,17 +200,19 @@ def start_generations(target: Target, drafter: Drafter, settings: list[RoundSett
     generations = []
     for setting in settings:
         drafts_with = drafter if setting.draft_length else plain
-        engine = ForcedBatchEngine(target, drafts_with, setting.shape, texts, MOST_ROUNDS, cache)
+        num_rounds = setting.visit.rounds * MOST_VISITS
+        engine = ForcedBatchEngine(target, drafts_with, setting.shape, texts, num_rounds, cache)
         cache = engine.cache  # all read the same text: one cache serves them, as warm as it would be alone
+        start = max(1, context - num_rounds // 2)
         generations.append(start_forced(engine, [text[:start] for text in texts]))
     return generations
 
 
 class TimedGeneration:
-    """A generation, and how long its rounds took."""
+    """A generation at one setting, and how long its rounds took."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+    def __init__(self, generation: Generation, setting: RoundSetting) -> None:
+        self.generation, self.setting = generation, setting
         self._milliseconds: list[float] = []  # of whole rounds
 
     def step(self) -> None:
@@ -206,8 +221,9 @@ class TimedGeneration:
         self.generation.step()
         self._milliseconds.append((time.perf_counter() - begin) * 1000)
 
-    def times(self, setting: RoundSetting) -> RoundTimes:
-        """Return the medians of the rounds so far, which were of this setting."""
+    def times(self) -> RoundTimes:
+        """Return the medians of the rounds so far."""
+        setting, visit = self.setting, self.setting.visit
         intervals = self.generation.clock.intervals()
         draft, verify = ([time for phase, time in intervals if phase == wanted] for wanted in ("draft", "verify"))
         return RoundTimes(
@@ -216,12 +232,13 @@ class TimedGeneration:
             setting.context,
             setting.nodes,
             setting.tree is not None,
-            counted_median(draft),
-            counted_median(verify),
-            counted_median(self._milliseconds),
+            counted_median(draft, visit),
+            counted_median(verify, visit),
+            counted_median(self._milliseconds, visit),
         )
 
 
-def counted_median(milliseconds: list[float]) -> float:
+def counted_median(milliseconds: list[float], visit: Visit) -> float:
     """Return the median over a setting's rounds, without the first ones of each visit."""
-    return statistics.median(value for number, value in enumerate(milliseconds) if number % VISIT >= WARM_UP)
+    counted = (value for number, value in enumerate(milliseconds) if number % visit.rounds >= visit.warm_up)
+    return statistics.median(counted)

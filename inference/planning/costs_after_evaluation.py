@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.results import Result
-from draftsmith.inference.planning.cost_measurement import LEAST_VISITS, MOST_ROUNDS, VISIT, CostRange, measure_costs
+from draftsmith.inference.planning.cost_measurement import LEAST_VISITS, MOST_ROUNDS, CostRange, measure_costs
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Drafter, Target
 
@@ -38,7 +38,8 @@ def costs_beside(
     batch = max(row.setting.batch_size for row in drafted)
     reach = CostRange(batch, context, longest, nodes, min(MOST_SECONDS, seconds))
     round_seconds = max(row.speed.milliseconds_per_round.total for row in drafted) / 1000
-    if sum(map(len, reach.settings(drafter))) * LEAST_VISITS * VISIT * round_seconds > seconds:
+    rounds = LEAST_VISITS * sum(setting.visit.rounds for part in reach.settings(drafter) for setting in part)
+    if rounds * round_seconds > seconds:
         return None
     return measure_costs(target, drafter, reach, name, on_progress)
 

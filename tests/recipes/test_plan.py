@@ -8,8 +8,9 @@ import pytest
 
 from draftsmith.inference.decoding.schedule import Schedule, read_schedule
 from draftsmith.inference.measuring.measure import PromptSet
+from draftsmith.inference.planning import cost_measurement
 from draftsmith.inference.planning.best_draft import acceptance_length
-from draftsmith.inference.planning.cost_measurement import CostRange
+from draftsmith.inference.planning.cost_measurement import CostRange, Visit
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.plans import Acceptance, Plan
 from draftsmith.models import DRAFTERS, Target, save_drafter
@@ -26,8 +27,13 @@ from draftsmith.recipes.studies.tune import prompts_to_fit
 def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostRange, "seconds", 0.1)
     monkeypatch.setattr(CostRange.__init__, "__defaults__", (16, 256, 8, 0, 0.1))
-    monkeypatch.setattr("draftsmith.inference.planning.cost_measurement.MOST_ROUNDS", 20)
-    monkeypatch.setattr("draftsmith.inference.planning.cost_measurement.MOST_VISITS", 5)
+    for name, value in (
+        ("MOST_ROUNDS", 20),
+        ("MOST_VISITS", 5),
+        ("PLAIN_VISIT", Visit(4, 1)),
+        ("DRAFT_VISIT", Visit(4, 1)),
+    ):
+        monkeypatch.setattr(cost_measurement, name, value)
 
 
 def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
