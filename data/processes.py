@@ -1,10 +1,12 @@
-"""Which of several processes this one is, its device, and the lock that it holds on a folder."""
+"""Which of several processes this one is, its device, what they tell each other, and the lock it holds on a folder."""
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -12,6 +14,13 @@ from draftsmith.data.progress import notice
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Count, Natural, checked
 from draftsmith.models.storage.files import made_folder, real_path, require_writable
+
+if TYPE_CHECKING:  # commands lock their folder before they load torch
+    from torch.distributed import ProcessGroup
+
+LONGEST_WAIT = timedelta(days=7)  # for another process; where one dies its launcher ends all
+
+T = TypeVar("T")
 
 
 def rank_and_num_ranks() -> tuple[int, int]:
@@ -28,10 +37,51 @@ def rank_and_num_ranks() -> tuple[int, int]:
 
 def device_of_process() -> str | None:
     """Return the GPU of this process where a launcher started several; None leaves the choice to the target."""
-    import torch  # here, since commands lock their folder before they load anything
+    import torch
 
     local_rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{local_rank}" if local_rank and torch.cuda.is_available() else None
+
+
+def on_first(own: T) -> list[T]:
+    """Return what every process has, in their order, on the first of them; nothing on the others."""
+    rank, num_ranks = rank_and_num_ranks()
+    if num_ranks == 1:
+        return [own]
+    import torch.distributed as dist
+
+    of_all: list[Any] | None = None if rank else [None] * num_ranks
+    with group_of_all() as group:
+        dist.gather_object(own, of_all, group=group)
+    return of_all or []
+
+
+def decided_by_first(decide: Callable[[], T]) -> T:
+    """Return on every process what the first one decides, which alone does the work; the others wait for it."""
+    rank, num_ranks = rank_and_num_ranks()
+    if num_ranks == 1:
+        return decide()
+    import torch.distributed as dist
+
+    decided: list[Any] = [None if rank else decide()]
+    with group_of_all() as group:
+        dist.broadcast_object_list(decided, group=group)
+    return decided[0]  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def group_of_all() -> "Iterator[ProcessGroup | None]":
+    """Let all processes speak to each other on the CPU, however long they must wait for that."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        group = dist.new_group(timeout=LONGEST_WAIT, backend="gloo")
+        yield group
+        dist.destroy_process_group(group)
+    else:
+        dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+        yield None
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -1,16 +1,18 @@
 """`draftsmith auto`: from a target and its traffic to the best drafter that a budget of time can buy.
 
-Each stage writes what it found into auto.json when it is done, so the same command goes on where it was stopped.
+Each stage writes what it found into auto.json when it is done, so the same command goes on where it was stopped. Of
+several processes all answer, train and count acceptance; the first one decides, measures time, writes and tells.
 """
 
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from accelerate import PartialState
 from rich.console import Console
 
 from draftsmith.data.answers.prepare import prepare
-from draftsmith.data.processes import locked
+from draftsmith.data.processes import decided_by_first, device_of_process, locked, rank_and_num_ranks
 from draftsmith.data.prompts.prompts import read_prompt_set, read_prompts
 from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.inference.decoding.clock import cpu_threads
@@ -20,7 +22,7 @@ from draftsmith.inference.planning.cost_measurement import CostRange, measure_co
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
-from draftsmith.models import load_drafter
+from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import write_json, write_whole
 from draftsmith.models.storage.reading import read_typed
@@ -29,9 +31,17 @@ from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.auto.budget import FEWEST_STEPS, AutoPlan, make_plan, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
-from draftsmith.recipes.auto.race import LOOKUPS, decided, run_rung, why_over
-from draftsmith.recipes.auto.score import LONGEST, Score, ServingLoad, measure_score, plain_speedup
-from draftsmith.recipes.auto.service_level import fastest_first, sla_lines, within_sla
+from draftsmith.recipes.auto.race import LOOKUPS, NONE_CAN_PAY, decided, run_rung, why_over
+from draftsmith.recipes.auto.score import (
+    LONGEST,
+    Score,
+    ServingLoad,
+    best_length,
+    measure_score,
+    needed_rate,
+    plain_speedup,
+)
+from draftsmith.recipes.auto.service_level import at_batch_size, fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import DividedPrompts, divide, longest_prompt
 from draftsmith.recipes.configs.command_settings import ExportSettings
@@ -45,6 +55,7 @@ from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.export import why_not_served
 from draftsmith.recipes.serving.export_command import export
+from draftsmith.recipes.serving.model_card import schedule_of
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name
 
@@ -63,22 +74,27 @@ class Auto:
     """The stages of one search, in its folder."""
 
     def __init__(self, settings: AutoSettings, console: Console) -> None:
-        self.settings, self.console, self.out = settings, console, settings.out
+        self.settings, self.out = settings, settings.out
+        rank, num_ranks = rank_and_num_ranks()
+        self.is_first, self.console = rank == 0, console if rank == 0 else Console(quiet=True)
         self.kinds = served_kinds(settings)
-        self.target = load_target(settings.target or str(EMBEDDED_TARGET), settings.device)
+        self.target = load_target(settings.target or str(EMBEDDED_TARGET), settings.device or device_of_process())
+        if num_ranks > 1:
+            PartialState(cpu=self.target.device.type == "cpu")  # in which the processes find each other
         self.prompts = DividedPrompts(self.out / "prompts")
-        self.state = self.earlier() or self.begin()
+        self.state = decided_by_first(lambda: self.earlier() or self.begin())
 
     def run(self) -> None:
         """Say what the prompts are and what the time allows, and go through the stages that are left."""
-        for line in (self.state.traffic.text, *plan_lines(self.state.plan)):
+        for line in (self.state.traffic.text, *plan_lines(self.state.plan), needed_line(self.state.needed_rates)):
             self.console.print(line)
         if self.settings.dry_run:
             return
         self.answer()
         self.race()
         self.finish()
-        self.tell()
+        if self.is_first:
+            self.tell()
 
     # --- what is found out before anything is trained
 
@@ -108,11 +124,17 @@ class Auto:
         training = read_prompts(self.prompts.training)
         self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
         plan = make_plan(target, training, drafters, settings.budget)
-        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, [], []))
+        needed = {
+            kind: needed_rate(self.costs(kind, drafter, plan.num_threads), longest_draft(drafter), self.load)
+            for kind, drafter in drafters.items()
+        }
+        over = NONE_CAN_PAY if all(rate is None for rate in needed.values()) else None
+        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], over))
 
     def save(self, state: AutoState) -> AutoState:
-        """Write what was found so far."""
-        write_sealed(self.out / STATE, state)
+        """Keep what was found so far, and write it."""
+        if self.is_first:
+            write_sealed(self.out / STATE, state)
         self.state = state
         return state
 
@@ -121,10 +143,12 @@ class Auto:
     def answer(self) -> None:
         """Let the target answer the prompts to train on."""
         chosen = self.out / "prompts" / "answered.jsonl"
-        if not chosen.is_file():
+        if self.is_first and not chosen.is_file():
             write_prompts(chosen, read_prompts(self.prompts.training)[: self.state.plan.num_answers])
+        wait_for_first()
         answers = replace(ANSWERS, max_new_tokens=self.settings.max_new_tokens)
         prepare(self.target, str(chosen), self.out / "samples", answers)
+        wait_for_first()  # it puts together what all wrote
 
     def race(self) -> None:
         """Score the lookups, and train kinds in rungs until one is left or none can win."""
@@ -133,7 +157,7 @@ class Auto:
             self.save(replace(self.state, lookups=lookups))
         plan = self.state.plan
         while len(self.state.rungs) < plan.num_rungs and self.state.over is None:
-            alive = self.state.rungs[-1].kept if self.state.rungs else list(plan.step_seconds)
+            alive = self.state.rungs[-1].kept if self.state.rungs else self.state.payable
             contenders = run_rung(alive, plan, self.steps, self.trained, self.load)
             rung = decided(len(self.state.rungs) + 1, contenders, self.state.lookups)
             over = why_over(contenders, self.state.lookups, self.plain_speedup)
@@ -145,7 +169,7 @@ class Auto:
     @property
     def plain_speedup(self) -> float:
         """The speedup that plain decoding is predicted to have: 0 where it breaks the SLA."""
-        return plain_speedup(read_typed(Costs, self.costs_of(LOOKUPS[0])), self.load)
+        return plain_speedup(self.known_costs(LOOKUPS[0]), self.load)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -159,45 +183,66 @@ class Auto:
             [kind] = state.rungs[-1].kept
             score, _ = self.trained(kind, state.plan.final_steps(kind, self.steps[kind]))
             self.save(replace(state, final=score))
+        if self.state.final and self.state.cascade is None and not self.settings.engine:  # engines serve no cascades
+            lookup = max(self.state.lookups, key=lambda score: score.speedup)
+            name, steps = f"{lookup.name}+{self.state.final.name}", self.state.final.steps
+            score, _ = self.scored(self.drafter_of(name, steps), name, steps)
+            self.save(replace(self.state, cascade=score))
         names = self.finalists()
         paths = evaluation_paths(self.out / "comparison", names)
-        if not all(path.is_file() for path in paths):
-            most = min((load_drafter(name, self.target).max_draft_length or LONGEST for name in names), default=LONGEST)
-            lengths = sorted({min(most, max(1, score.draft_length)) for score in self.scores()})
-            grid = [replace(self.measuring, draft=length, repeats=MOST_REPEATS) for length in lengths]
+        if decided_by_first(lambda: not all(path.is_file() for path in paths)):
             test, plan = self.prompt_set(self.prompts.test), self.state.plan
             options = EvaluationOptions(
                 plan.num_threads, certify=True, minutes=plan.measure_minutes, sample_texts=True, costs=True
             )
-            evaluate_side_by_side(self.target, names, [test], grid, self.out / "comparison", options)
+            evaluate_side_by_side(self.target, names, [test], self.grid(names), self.out / "comparison", options)
 
-    def scores(self) -> list[Score]:
-        """Return the scores of those that are measured at the end: the winner, if any, and the lookups."""
-        return [*([self.state.final] if self.state.final else []), *self.state.lookups]
+    def grid(self, names: list[str]) -> list[MeasureSettings]:
+        """Return the settings that are measured at the end: the draft lengths foretold as best, by batch size.
+
+        Smaller batches than the load's are measured for the schedule that is exported: a server's load comes and goes.
+        """
+        most = min(longest_draft(load_drafter(name, self.target)) for name in names)
+        grid = []
+        for size in batch_sizes(self.load.batch_size):
+            load = replace(self.load, batch_size=size)
+            best = {best_length(score, self.known_costs(score.name), load) for score in self.state.finalists}
+            lengths = sorted({min(most, max(1, length)) for length in best})
+            grid += [replace(self.measuring, batch_size=size, draft=k, repeats=MOST_REPEATS) for k in lengths]
+        return grid
 
     def finalists(self) -> list[str]:
-        """Return what is measured at the end: the winner's checkpoint, and the lookups."""
-        return [str(self.checkpoint(score.name, score.steps)) if score.steps else score.name for score in self.scores()]
+        """Return the names of what is measured at the end: checkpoints, a cascade, and lookups."""
+        return [self.drafter_of(score.name, score.steps) for score in self.state.finalists]
+
+    def drafter_of(self, name: str, steps: int) -> str:
+        """Return what `load_drafter` calls a kind, or a lookup before it, after so many steps; a lookup has none."""
+        *lookup, kind = name.split("+")
+        return "+".join([*lookup, str(self.checkpoint(kind, steps)) if steps else kind])
 
     def tell(self) -> None:
         """Print the report and the result, and export what is fastest of what the engine serves."""
         evaluations = [read_evaluation(path) for path in evaluation_paths(self.out / "comparison", self.finalists())]
-        within = fastest_first(within_sla(evaluations, self.load.sla))
+        at_load = at_batch_size(evaluations, self.load.batch_size)
+        within = fastest_first(within_sla(at_load, self.load.sla))
         self.console.print(f"\nreport: {build_report(self.out / 'comparison')}")
         print_summary(self.out / "comparison", self.console)
         pays = bool(within) and any(row.pays for row in within[0].results)
         nothing = "nothing pays on this traffic at this load" if within else NONE_KEEPS_SLA
         title = f"the best drafter is {within[0].drafter}" if pays else nothing
-        lines = [*sla_lines(evaluations, self.load.sla), *self.with_more_time()]
-        write_whole(self.out / "auto.html", auto_page(self.state, fastest_first(evaluations), within, lines))
+        lines = [*sla_lines(at_load, self.load.sla), *self.with_more_time()]
+        write_whole(self.out / "auto.html", auto_page(self.state, fastest_first(at_load), within, lines))
         self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
         for line in (title, *lines):
             self.console.print(line, soft_wrap=True)
         if pays:
-            self.export_fastest(within)
+            self.export_fastest(within, {evaluation.drafter: evaluation for evaluation in evaluations})
 
-    def export_fastest(self, fastest: list[Evaluation]) -> None:
-        """Export the fastest that pays, within the SLA, and that the engine serves; say so where there is none."""
+    def export_fastest(self, fastest: list[Evaluation], at_all_sizes: dict[str, Evaluation]) -> None:
+        """Export the fastest that pays at the load, and that the engine serves; say so where there is none.
+
+        Where the engine can change draft lengths, what was measured at all batch sizes gives the schedule.
+        """
         engine, out = self.settings.engine or "vllm", self.out / "export"
         served = [evaluation for evaluation in fastest if self.is_exportable(evaluation, engine)]
         chosen = next((evaluation for evaluation in served if any(row.pays for row in evaluation.results)), None)
@@ -206,8 +251,18 @@ class Auto:
         elif out.is_dir():
             self.console.print(f"exported: {out}", soft_wrap=True)
         else:
-            exported = ExportSettings(target=self.target.name, checkpoint=chosen.drafter, engine=engine, out=out)
-            export(exported, self.target, self.console, chosen)
+            whole = at_all_sizes[chosen.drafter]
+            measured = whole if schedule_of(chosen.drafter_kind, whole) else chosen
+            exported = ExportSettings(
+                target=self.target.name,
+                checkpoint=chosen.drafter,
+                engine=engine,
+                check=self.settings.check,
+                prompts=str(self.prompts.test) if self.settings.check else None,
+                max_new_tokens=self.settings.max_new_tokens,
+                out=out,
+            )
+            export(exported, self.target, self.console, measured)
 
     def is_exportable(self, measured: Evaluation, engine: str) -> bool:
         """Return whether an engine serves what was measured, for this target too where it was trained."""
@@ -219,13 +274,14 @@ class Auto:
     def with_more_time(self) -> list[str]:
         """Return what more training would bring to the winner, if there is one."""
         final = self.state.final
-        return [] if final is None else [more_time(final, read_typed(Costs, self.costs_of(final.name)), self.load)]
+        return [] if final is None else [more_time(final, self.known_costs(final.name), self.load)]
 
     # --- training and scoring
 
     def trained(self, kind: str, num_steps: int) -> tuple[Score, Costs]:
         """Train a kind for so many steps in all, and score what it has become."""
         train(self.config(kind, num_steps))
+        wait_for_first()  # it writes the checkpoint
         return self.scored(str(self.checkpoint(kind, num_steps)), kind, num_steps)
 
     def checkpoint(self, kind: str, num_steps: int) -> Path:
@@ -248,30 +304,43 @@ class Auto:
 
     def scored(self, drafter_name: str, name: str, steps: int) -> tuple[Score, Costs]:
         """Return the score of a drafter on the prompts of the race, and what it costs."""
-        drafter = load_drafter(drafter_name, self.target)
-        prompts = self.prompt_set(self.prompts.racing)
-        path = self.costs_of(name)
-        with cpu_threads(self.state.plan.num_threads):
-            if not path.is_file():
-                longest = min(LONGEST, drafter.max_draft_length or LONGEST)
-                reach = CostRange(self.load.batch_size, self.load.context, longest, seconds=COST_SECONDS)
-                write_json(path, to_json(measure_costs(self.target, drafter, reach, name)))
-            costs = read_typed(Costs, path)
-            score = measure_score(self.target, drafter, name, steps, prompts, self.measuring, costs, self.load)
+        score, costs = decided_by_first(lambda: self.measured(drafter_name, name, steps))
         self.console.print(score.text)
         return score, costs
 
-    def costs_of(self, name: str) -> Path:
-        """Return where the costs of a kind or a lookup are kept."""
+    def measured(self, drafter_name: str, name: str, steps: int) -> tuple[Score, Costs]:
+        """Measure a drafter on the prompts of the race, and what it costs."""
+        drafter, threads = load_drafter(drafter_name, self.target), self.state.plan.num_threads
+        prompts = self.prompt_set(self.prompts.racing)
+        costs = self.costs(name, drafter, threads)
+        with cpu_threads(threads):
+            score = measure_score(self.target, drafter, name, steps, prompts, self.measuring, costs, self.load)
+        return score, costs
+
+    def costs(self, name: str, drafter: Drafter, num_threads: int | None) -> Costs:
+        """Return the costs of rounds with a kind, which are those of a new drafter, too; they are measured once."""
+        path = self.costs_path(name)
+        if not path.is_file():
+            longest = longest_draft(drafter)
+            reach = CostRange(self.load.batch_size, self.load.context, longest, seconds=COST_SECONDS)
+            with cpu_threads(num_threads):
+                write_json(path, to_json(measure_costs(self.target, drafter, reach, name)))
+        return read_typed(Costs, path)
+
+    def known_costs(self, name: str) -> Costs:
+        """Return the costs of a kind, a lookup or a cascade that has a score."""
+        return read_typed(Costs, self.costs_path(name))
+
+    def costs_path(self, name: str) -> Path:
+        """Return where the costs of a kind, a lookup or a cascade are kept."""
         return self.out / "costs" / f"{name}.json"
 
     @property
     def measuring(self) -> MeasureSettings:
         """The settings that drafters are measured with: temperature, batch size and length of the traffic's answers."""
-        settings = self.settings
-        return MeasureSettings(
-            settings.temperature, batch_size=settings.batch_size, max_new_tokens=settings.max_new_tokens
-        )
+        settings, logged = self.settings, self.state.traffic.temperature
+        temperature = (logged or 0.0) if settings.temperature is None else settings.temperature
+        return MeasureSettings(temperature, batch_size=settings.batch_size, max_new_tokens=settings.max_new_tokens)
 
     @cached_property
     def load(self) -> ServingLoad:
@@ -284,11 +353,26 @@ class Auto:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
 
 
+def wait_for_first() -> None:
+    """Wait until the first process has come here, too."""
+    decided_by_first(lambda: None)
+
+
+def longest_draft(drafter: Drafter) -> int:
+    """Return the most tokens in a row that a drafter is considered with."""
+    return min(LONGEST, drafter.max_draft_length or LONGEST)
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Return the powers of two below a batch size, and that."""
+    return [*(2**n for n in range(largest.bit_length()) if 2**n < largest), largest]
+
+
 def asked(settings: AutoSettings) -> str:
     """Return what a search was asked for, of which nothing may change when it goes on."""
-    names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "temperature", "batch_size")
-    limits = [name for name in ("sla_ttft_ms", "sla_tpot_ms") if getattr(settings, name) is not None]
-    values = {name: getattr(settings, name) for name in (*names, "max_new_tokens", "budget", *limits)}
+    names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "batch_size", "max_new_tokens", "budget")
+    given = [name for name in ("temperature", "sla_ttft_ms", "sla_tpot_ms") if getattr(settings, name) is not None]
+    values = {name: getattr(settings, name) for name in (*names, *given)}
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
@@ -306,3 +390,12 @@ def plan_lines(plan: AutoPlan) -> list[str]:
         f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
         f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring",
     ]
+
+
+def needed_line(needed_rates: dict[str, float | None]) -> str:
+    """Return in words what must be learnt to pay."""
+    rates = [
+        f"{kind} {'none is enough, it does not race' if rate is None else f'{rate:.2f}'}"
+        for kind, rate in needed_rates.items()
+    ]
+    return f"pays where drafted tokens are accepted at a rate of: {', '.join(rates)}"

@@ -1,12 +1,15 @@
 """The amounts that the time of `draftsmith auto` allows: answers to train on, and training in each rung of the race."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.models import Drafter, Target, load_drafter
+from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Depth, checked
 from draftsmith.recipes.auto.traffic import MOST
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import (
@@ -68,9 +71,19 @@ def num_rungs(num_kinds: int) -> int:
 
 
 def recipe_of_auto(kind: str, small: bool) -> TrainConfig:
-    """Return the recipe of a kind, whose rate falls late, so that a run can be made longer."""
-    config = RECIPES[f"quickstart_{kind}" if small else kind]()
+    """Return the recipe of a kind, whose rate falls late, so that a run can be made longer.
+
+    `eagle3@2` is EAGLE-3 with two layers. Raises `UserError` for kinds without layers, and for what is no number.
+    """
+    family, at, layers = kind.partition("@")
+    config = RECIPES[f"quickstart_{family}" if small else family]()
     config.optimizer.decay = "late"
+    if at:
+        drafter: Any = config.drafter
+        if not hasattr(drafter, "num_layers"):
+            raise UserError(f"--drafters {kind}: {family} has no number of layers to choose: leave out @{layers}")
+        number = checked(Depth, layers, f"--drafters {kind}: the number of layers")
+        config.drafter = replace(drafter, num_layers=number)
     return config
 
 

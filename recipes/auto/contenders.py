@@ -14,13 +14,19 @@ from draftsmith.recipes.serving.export import why_not_served
 
 
 def served_kinds(settings: AutoSettings) -> list[str]:
-    """Return the kinds that race, whatever the target is. Raises `UserError` where the engine serves none of them."""
+    """Return the kinds that race, whatever the target is.
+
+    Raises `UserError` where the engine serves none of them, and for sizes that a kind does not have.
+    """
     engine, kinds = settings.engine, settings.kinds
+    for kind in kinds:
+        recipe_of_auto(kind, small=True)
     if engine is None:
         return kinds
-    if not (served := [kind for kind in kinds if is_served(kind, engine)]):
+    if not (served := [kind for kind in kinds if is_served(settings.family_of(kind), engine)]):
+        reason = why_unserved(engine, settings.family_of(kinds[0]))
         raise UserError(
-            f"--engine {engine} serves none of --drafters {settings.drafters}: {why_unserved(engine, kinds[0])}; name "
+            f"--engine {engine} serves none of --drafters {settings.drafters}: {reason}; name "
             "other kinds, such as eagle3 or draft_model, or leave --engine out"
         )
     return served

@@ -85,7 +85,12 @@ def score_row(score: Score) -> Row:
 def plan(state: AutoState) -> Section:
     """Return what the time was divided into."""
     rows: list[Row] = [
-        {"drafter": kind, "ms a step": f"{1000 * seconds:.0f}"} for kind, seconds in state.plan.step_seconds.items()
+        {
+            "drafter": kind,
+            "ms a step": f"{1000 * seconds:.0f}",
+            "pays from an acceptance rate of": "–" if (rate := state.needed_rates[kind]) is None else f"{rate:.2f}",
+        }
+        for kind, seconds in state.plan.step_seconds.items()
     ]
     lead = (
         f"{state.plan.hours:g} hours: {state.plan.num_answers} answers of the target, {state.plan.num_rungs} rungs of "
@@ -93,7 +98,13 @@ def plan(state: AutoState) -> Section:
     )
     traffic = state.traffic.text
     notes = [f"{traffic[:1].upper()}{traffic[1:]}."]
-    return Section("plan", "The plan", lead, [table_of("What a training step takes", rows)], notes=notes)
+    return Section(
+        "plan",
+        "The plan",
+        lead,
+        [table_of("What a training step takes, and what must be learnt to pay", rows)],
+        notes=notes,
+    )
 
 
 def more_time(score: Score, costs: Costs, load: ServingLoad) -> str:

@@ -85,6 +85,12 @@ def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> R
     return Rung(contenders, kept, line)
 
 
+NONE_CAN_PAY = (
+    "no kind can pay at this load, whatever it learnt: a round takes as long as the plain steps for all tokens that it "
+    "could bring. Nothing is trained"
+)
+
+
 def why_over(contenders: list[Contender], lookups: list[Score], plain: float = 1.0) -> str | None:
     """Return why no further training can win, if so: a lookup, or plain decoding, is out of reach for every kind.
 

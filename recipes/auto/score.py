@@ -15,7 +15,7 @@ from scipy.special import expit, logit
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.planning.best_draft import Rates, acceptance_length, rates_of_rounds
+from draftsmith.inference.planning.best_draft import Rates, acceptance_length, equal_rates, rates_of_rounds
 from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, Target
@@ -152,14 +152,29 @@ def plain_speedup(costs: Costs, load: ServingLoad) -> float:
     return share_within_sla([[]], DraftChances(), 0, costs, load)
 
 
+def needed_rate(costs: Costs, longest: int, load: ServingLoad) -> float | None:
+    """Return the acceptance rate, the same at each depth, from which on a drafter pays; None where none is enough."""
+    needed = {length: costs.break_even(length, load.batch_size, load.context) for length in range(1, longest + 1)}
+    rates = [equal_rates(max(1.0, tokens), length)[0] for length, tokens in needed.items() if tokens < length + 1]
+    return min(rates, default=None)
+
+
+def best_length(score: Score, costs: Costs, load: ServingLoad) -> int:
+    """Return the draft length of the highest predicted speedup at a load, 0 where none exceeds 1."""
+    return max(range(len(score.rates) + 1), key=lambda length: speedup_at(score, length, costs, load))
+
+
 def potential(score: Score, growth: float, costs: Costs, load: ServingLoad) -> float:
     """Return the speedup at the best draft length if the log-odds of every acceptance rate grew by so much."""
-    rates, by_prompt = grown(score.rates, growth), [grown(rates, growth) for rates in score.rates_by_prompt]
-    return max(
-        share_within_sla(by_prompt, score.chances, length, costs, load)
-        * predicted(rates, score.chances, length, costs, load)
-        for length in range(len(rates) + 1)
-    )
+    by_prompt = [grown(rates, growth) for rates in score.rates_by_prompt]
+    later = replace(score, rates=grown(score.rates, growth), rates_by_prompt=by_prompt)
+    return speedup_at(later, best_length(later, costs, load), costs, load)
+
+
+def speedup_at(score: Score, draft_length: int, costs: Costs, load: ServingLoad) -> float:
+    """Return the speedup that a score foretells at a draft length, times the share within the SLA."""
+    within = share_within_sla(score.rates_by_prompt, score.chances, draft_length, costs, load)
+    return within * predicted(score.rates, score.chances, draft_length, costs, load)
 
 
 def grown(rates: Rates, growth: float) -> list[float | None]:

@@ -20,6 +20,15 @@ def within_sla(evaluations: list[Evaluation], sla: Sla) -> list[Evaluation]:
     return found
 
 
+def at_batch_size(evaluations: list[Evaluation], batch_size: int) -> list[Evaluation]:
+    """Return what was measured at one batch size."""
+    found = []
+    for evaluation in evaluations:
+        rows = [row for row in evaluation.results if row.setting.batch_size == batch_size]
+        found += [replace(evaluation, results=rows)] if rows else []
+    return found
+
+
 def best_row(evaluation: Evaluation) -> Result:
     """Return a drafter's best row."""
     return max(evaluation.results, key=lambda row: row.rank_key)

@@ -16,7 +16,19 @@ class AutoState:
     target_fingerprint: str | None
     traffic: TrafficSummary
     plan: AutoPlan
+    needed_rates: dict[str, float | None]  # acceptance rate from which on a kind pays, as `needed_rate` gives it
     lookups: list[Score]
     rungs: list[Rung]
     over: str | None = None  # why the race ended before the last rung
     final: Score | None = None  # the winner after its last training
+    cascade: Score | None = None  # the better lookup before the winner
+
+    @property
+    def finalists(self) -> list[Score]:
+        """The scores of those that are measured at the end: the winner and its cascade, if any, and the lookups."""
+        return [score for score in (self.final, self.cascade) if score] + self.lookups
+
+    @property
+    def payable(self) -> list[str]:
+        """The kinds that could pay if they learnt enough."""
+        return [kind for kind, rate in self.needed_rates.items() if rate is not None]

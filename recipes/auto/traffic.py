@@ -1,7 +1,10 @@
 """The user's prompts: personal data masked, divided once and for all, and described."""
 
 import re
+import statistics
+import unicodedata
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,12 @@ from typing import Any
 from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids
-from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.prompts.prompts import read_unique, tokenise
 from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts, write_prompts
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.bench.server_logs import read_log
+from draftsmith.recipes.bench.server_logs import LoggedRequest, read_log
 
 HELD_OUT_SHARE = 0.2  # of the prompts, half of which race and half of which tell the result
 FEWEST = 8  # prompts for each of the two
@@ -41,7 +44,11 @@ class TrafficSummary:
     mean_tokens: float  # of a prompt
     chats: float  # share of the prompts
     domains: dict[str, int]  # prompts by domain; "": without one
-    num_unfit: int = 0  # left out, such as those with images, or with the marks of a chat template in their text
+    num_unfit: int  # left out, such as those with images, or with the marks of a chat template in their text
+    with_tools: float  # share of the prompts
+    scripts: dict[str, float]  # shares of the letters by what they are of, such as Latin
+    temperature: float | None  # median of the requests in a log
+    requests_per_second: float | None  # in a log
 
     @property
     def text(self) -> str:
@@ -49,8 +56,12 @@ class TrafficSummary:
         masked = f"; personal data masked in {self.num_masked}" if self.num_masked else ""
         long = f"; {self.num_too_long} too long and left out" if self.num_too_long else ""
         unfit = f"; {self.num_unfit} unfit and left out" if self.num_unfit else ""
+        scripts = ", ".join(f"{name} {share:.0%}" for name, share in self.scripts.items())
+        rate = "" if self.requests_per_second is None else f"; {self.requests_per_second:.2g} requests a second"
+        heat = "" if self.temperature is None else f"; temperature {self.temperature:g}"
         return (
-            f"{self.num_prompts} prompts of {self.mean_tokens:.0f} tokens on the mean ({domains})"
+            f"{self.num_prompts} prompts of {self.mean_tokens:.0f} tokens on the mean ({domains}; {self.chats:.0%} "
+            f"chats, {self.with_tools:.0%} with tools; letters: {scripts or 'none'}{rate}{heat})"
             f"{masked}{long}{unfit}: {self.num_training} to train on, {self.num_racing} to race on, {self.num_test} to "
             "test the result on"
         )
@@ -92,7 +103,8 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
     Prompts that cannot be answered here, and those of more than `longest` tokens, are left out. Raises `UserError`
     where too few are left.
     """
-    unique = deduplicate(logged_prompts(source)) if is_log(source) else read_unique(source, False, BadRows(0.0))
+    logged = read_log(Path(source)) if is_log(source) else []
+    unique = deduplicate(logged_prompts(logged, source)) if logged else read_unique(source, False, BadRows(0.0))
     split = split_prompts(unique, HELD_OUT_SHARE) if len(unique) >= 2 * FEWEST else Split(unique, [])
     masked = {id(prompt) for part in (split.train, split.held_out) for prompt in part if mask(prompt) != prompt}
     kept: list[list[Prompt]] = []
@@ -130,6 +142,10 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
         chats=sum(prompt.messages is not None for prompt in everything) / len(everything),
         domains=dict(Counter(prompt.domain for prompt in everything).most_common()),
         num_unfit=len(unfit),
+        with_tools=sum(bool(prompt.tools) for prompt in everything) / len(everything),
+        scripts=scripts_of(map(written_text, everything)),
+        temperature=median_temperature(logged),
+        requests_per_second=arrival_rate(logged),
     )
 
 
@@ -151,10 +167,38 @@ def is_log(source: str) -> bool:
     return Path(source).suffix == ".log"
 
 
-def logged_prompts(source: str) -> list[Prompt]:
-    """Return the prompts in the log of a vLLM or SGLang. Raises `UserError` where it holds no requests."""
-    logged = [request.prompt for request in read_log(Path(source))]
-    prompts = [prompt for prompt in logged if isinstance(prompt, Prompt)]
+def median_temperature(logged: Sequence[LoggedRequest]) -> float | None:
+    """Return the temperature of which as many requests have a lower one as a higher; None where no log tells."""
+    known = [request.temperature for request in logged if request.temperature is not None]
+    return statistics.median_low(known) if known else None
+
+
+def arrival_rate(logged: Sequence[LoggedRequest]) -> float | None:
+    """Return how many requests came in a second from the first to the last; None where no time lies between."""
+    times = [request.seconds for request in logged]
+    seconds = max(times, default=0.0) - min(times, default=0.0)
+    return (len(times) - 1) / seconds if seconds > 0 else None
+
+
+def written_text(prompt: Prompt) -> str:
+    """Return what stands in a prompt, of a chat all messages."""
+    return str(prompt.text) if prompt.messages is None else "\n".join(map(text_of, prompt.messages))
+
+
+def scripts_of(texts: Iterable[str]) -> dict[str, float]:
+    """Return the shares of the letters by script, as Unicode names them (Latin, Cyrillic, Cjk), the largest first."""
+    letters = Counter(character for text in texts for character in text if character.isalpha())
+    scripts: Counter[str] = Counter()
+    for letter, number in letters.items():
+        scripts[unicodedata.name(letter, "OTHER").split()[0].capitalize()] += number
+    return {
+        name: number / letters.total() for name, number in scripts.most_common() if number >= 0.005 * letters.total()
+    }
+
+
+def logged_prompts(logged: Sequence[LoggedRequest], source: str) -> list[Prompt]:
+    """Return the prompts among the requests of a log, and tell of those that were logged without one."""
+    prompts = [request.prompt for request in logged if isinstance(request.prompt, Prompt)]
     if len(prompts) < len(logged):
         notice(f"{source}: {len(logged) - len(prompts)} requests were logged as token ids alone, and are left out")
     return prompts

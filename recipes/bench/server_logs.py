@@ -10,7 +10,7 @@ server read, then the text of the prompt.
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ CUT = re.compile(rf"(?:{TEXT}|\]) \.\.\. ")  # SGLang leaves out the middle of w
 VLLM_BODY = re.compile(r"Request \S+ JSON body: (\{.*\})\s*$")
 VLLM_READ = re.compile(rf"Request (\S+) details: prompt: ({TEXT}|None), prompt_token_ids: (\[[\d, ]*\]|None), ")
 VLLM_READ_OF_OLD = re.compile(rf"Received request (\S+): prompt: ({TEXT}|None), .*prompt_token_ids: (\[[\d, ]*\]|None)")
-VLLM_PARAMETERS = re.compile(r"Received request (\S+): .*?params: SamplingParams\(.*?\bmax_tokens=(\d+)")
+VLLM_PARAMETERS = re.compile(r"Received request (\S+): .*?params: SamplingParams\((.*)")
+VLLM_LIMIT, VLLM_TEMPERATURE = re.compile(r"\bmax_tokens=(\d+)"), re.compile(r"\btemperature=([\d.]+)")
+SGLANG_LIMIT = re.compile(r"'max_new_tokens': (\d+)")
+SGLANG_TEMPERATURE = re.compile(r"'temperature': ([\d.]+)")
 SGLANG_BODY = re.compile(r"Receive OpenAI: obj=(\{.*\})")
 SGLANG_READ = re.compile(r"Receive: obj=GenerateReqInput\((.*)")
 SGLANG_JSON = ("request.received.openai", "request.received")
@@ -42,6 +45,15 @@ class LoggedRequest:
     prompt: Prompt | list[int]
     max_new_tokens: int | None
     seconds: float
+    temperature: float | None  # None where the log does not tell
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The parameters that a request was sent with; None where the log does not tell."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
 
 
 @dataclass
@@ -50,7 +62,7 @@ class LogContents:
 
     bodies: list[LoggedRequest]
     read: dict[str, LoggedRequest]  # by the request's own id
-    limits: dict[str, int]  # longest answer, by the request's id
+    asked: dict[str, Asked]  # by the request's id
     num_cut: int = 0
 
 
@@ -61,8 +73,7 @@ def read_log(path: Path) -> list[LoggedRequest]:
         _read_vllm(line, place, contents)
         _read_sglang(line, place, contents)
     requests = contents.bodies or [
-        LoggedRequest(request.prompt, contents.limits.get(name, request.max_new_tokens), request.seconds)
-        for name, request in contents.read.items()
+        with_parameters(request, contents.asked.get(name, Asked())) for name, request in contents.read.items()
     ]
     if contents.num_cut:
         notice(
@@ -77,6 +88,10 @@ def read_log(path: Path) -> list[LoggedRequest]:
     return requests
 
 
+def with_parameters(request: LoggedRequest, asked: Asked) -> LoggedRequest:
+    return replace(request, max_new_tokens=asked.max_new_tokens, temperature=asked.temperature)
+
+
 def _read_vllm(line: str, place: str, contents: LogContents) -> None:
     if not (at := MONTH_AND_TIME.search(line)):
         return
@@ -86,7 +101,7 @@ def _read_vllm(line: str, place: str, contents: LogContents) -> None:
     elif match := VLLM_READ.search(line) or VLLM_READ_OF_OLD.search(line):
         contents.read.update(_from_reading(match[1], _literal(match[2]), _literal(match[3]), place, seconds))
     if match := VLLM_PARAMETERS.search(line):
-        contents.limits[match[1]] = int(match[2][:9])
+        contents.asked[match[1]] = _asked_in(match[2], VLLM_LIMIT, VLLM_TEMPERATURE)
 
 
 def _read_sglang(line: str, place: str, contents: LogContents) -> None:
@@ -109,8 +124,7 @@ def _read_sglang(line: str, place: str, contents: LogContents) -> None:
             if (value := re.search(rf"\b{name}={form}", match[1]))
         }
         contents.read.update(_from_reading(place, fields.get("text"), fields.get("input_ids"), place, seconds))
-        if limit := re.search(r"'max_new_tokens': (\d+)", match[1]):
-            contents.limits[place] = int(limit[1][:9])
+        contents.asked[place] = _asked_in(match[1], SGLANG_LIMIT, SGLANG_TEMPERATURE)
 
 
 def _read_sglang_json(line: str, place: str, contents: LogContents) -> None:
@@ -125,8 +139,8 @@ def _read_sglang_json(line: str, place: str, contents: LogContents) -> None:
     ids = ids if isinstance(ids, list) and all(isinstance(token, int) for token in ids) else None
     contents.read.update(_from_reading(place, asked.get("text"), ids, place, seconds))
     parameters = asked.get("sampling_params")
-    if isinstance(parameters, dict) and isinstance(limit := parameters.get("max_new_tokens"), int) and limit > 0:
-        contents.limits[place] = limit
+    if isinstance(parameters, dict):
+        contents.asked[place] = Asked(_limit(parameters, "max_new_tokens"), _temperature(parameters))
 
 
 def _from_body(body: Any, place: str, seconds: float) -> Iterator[LoggedRequest]:
@@ -134,17 +148,33 @@ def _from_body(body: Any, place: str, seconds: float) -> Iterator[LoggedRequest]
     if not isinstance(body, dict) or not ("messages" in body or isinstance(body.get("prompt"), str)):
         return
     kept = {name: body[name] for name in ("messages", "prompt", "tools") if body.get(name) is not None}
-    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)]
     if prompt := to_prompt(kept, place):
-        yield LoggedRequest(prompt, limits[0] if limits and limits[0] > 0 else None, seconds)
+        limit = _limit(body, "max_completion_tokens") or _limit(body, "max_tokens")
+        yield LoggedRequest(prompt, limit, seconds, _temperature(body))
+
+
+def _asked_in(text: str, limit: re.Pattern[str], temperature: re.Pattern[str]) -> Asked:
+    """Return the parameters in a text that Python shows."""
+    longest, heat = limit.search(text), temperature.search(text)
+    return Asked(int(longest[1][:9]) if longest else None, float(heat[1]) if heat else None)
+
+
+def _limit(parameters: dict[str, Any], name: str) -> int | None:
+    limit = parameters.get(name)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _temperature(parameters: dict[str, Any]) -> float | None:
+    temperature = parameters.get("temperature")
+    return float(temperature) if isinstance(temperature, int | float) and 0 <= temperature <= 100 else None
 
 
 def _from_reading(name: str, text: Any, token_ids: Any, place: str, seconds: float) -> dict[str, LoggedRequest]:
     """Return the request by its name, if the line holds token ids or a text."""
     if isinstance(token_ids, list) and token_ids:
-        return {name: LoggedRequest(token_ids, None, seconds)}
+        return {name: LoggedRequest(token_ids, None, seconds, None)}
     if isinstance(text, str) and text.strip():
-        return {name: LoggedRequest(Prompt(text=text, where=place), None, seconds)}
+        return {name: LoggedRequest(Prompt(text=text, where=place), None, seconds, None)}
     return {}
 
 

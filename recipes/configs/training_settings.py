@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.ranges import BatchSize, Count, FilePath, Name, Number, Positive, Share, Temperature, TwoOrMore
+from draftsmith.models.ranges import (
+    BatchSize,
+    Count,
+    FilePath,
+    Name,
+    Number,
+    Positive,
+    Seed,
+    Share,
+    Temperature,
+    TwoOrMore,
+)
 from draftsmith.recipes.configs.command_settings import (
     DECODING,
     INPUT,
@@ -43,9 +54,13 @@ class OfKinds(OnDevice):
         from draftsmith.recipes.configs.recipes import RECIPES  # here, as `--help` needs no recipes
 
         known = [name.removeprefix("quickstart_") for name in RECIPES if name.startswith("quickstart_")]
-        if not self.kinds or not set(self.kinds) <= set(known):
+        if not self.kinds or not set(map(self.family_of, self.kinds)) <= set(known):
             raise UserError(f"--drafters {self.drafters}: choose from {', '.join(known)}")
         super().refuse_mistakes()
+
+    def family_of(self, kind: str) -> str:
+        """Return the kind of drafter that one of `kinds` names."""
+        return kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +73,7 @@ class QuickstartSettings(OfKinds):
 
     drafters: Name = option(INPUT, "kinds, separated by commas", "eagle3,hydra,medusa,draft_model", "KINDS")
     minutes: Minutes = option(MEASURING, "time for everything: more trains longer", 10.0, "X")
+    seed: Seed = option(MEASURING, "another seed draws other prompts and starting weights", 0, "N")
     out: FilePath = option(OUTPUT, "folder to write", Path("runs/quickstart"), "DIR")
 
 
@@ -70,17 +86,28 @@ class AutoSettings(OfKinds):
     """
 
     traffic: Name = option(INPUT, "file, folder, Hub NAME:COLUMN or .yaml of prompts", metavar="P")
-    drafters: Name = option(INPUT, "kinds that race, separated by commas", RACING, "KINDS")
+    drafters: Name = option(INPUT, "kinds that race; eagle3@2 has two layers", RACING, "KINDS")
     engine: Literal["vllm", "sglang"] | None = option(INPUT, "race what it serves alone", None, "ENGINE")
     keep_personal_data: bool = option(INPUT, "do not mask mail addresses, numbers and keys", False)
-    temperature: Temperature = option(DECODING, SAMPLED, 0.0, "X")
+    temperature: Temperature | None = option(DECODING, "of the traffic (that of a log, else 0)", None, "X")
     batch_size: BatchSize = option(DECODING, "requests at a time", 1, "N")
     max_new_tokens: TwoOrMore = option(DECODING, "longest answer, in tokens", 128, "N")
     budget: Hours = option(MEASURING, "hours for everything", 1.0, "HOURS")
+    check: Name | None = option(
+        MEASURING, "let this vLLM decode what is exported: its venv or URL", None, "VENV_OR_URL"
+    )
     sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
     sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
     dry_run: bool = option(MEASURING, "say what the time allows, and train nothing", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def family_of(self, kind: str) -> str:
+        return kind.partition("@")[0]
+
+    def refuse_mistakes(self) -> None:
+        if self.check and self.engine == "sglang":
+            raise UserError("--check is done by a vLLM: leave it out with --engine sglang")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)

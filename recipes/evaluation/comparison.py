@@ -7,15 +7,12 @@ first one, alone on the machine, measures speed on its own.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch.distributed as dist
 from rich.progress import Progress
 
-from draftsmith.data.processes import rank_and_num_ranks
+from draftsmith.data.processes import on_first, rank_and_num_ranks
 from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import notice_other_target
 from draftsmith.inference.decoding.clock import cpu_threads
@@ -38,9 +35,6 @@ from draftsmith.recipes.reports.report import evaluation_markdown
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
-
-T = TypeVar("T")
-LONGEST_WAIT = timedelta(days=7)  # for the others' counts; where one dies its launcher ends all
 
 
 @dataclass(frozen=True)
@@ -195,18 +189,6 @@ class Measurement:
     def pool(self, rows: list[Result]) -> Result:
         """Return one drafter's row from those of the processes with a share."""
         return pool(rows, [share for share in self._shares if share])
-
-
-def on_first(own: T) -> list[T]:
-    """Return what every process has, in their order, on the first of them; nothing on the others."""
-    rank, num_ranks = rank_and_num_ranks()
-    if num_ranks == 1:
-        return [own]
-    dist.init_process_group("gloo", timeout=LONGEST_WAIT)
-    of_all: list[Any] | None = None if rank else [None] * num_ranks
-    dist.gather_object(own, of_all)
-    dist.destroy_process_group()
-    return of_all or []
 
 
 class Timer:

@@ -68,17 +68,18 @@ class Budget:
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     steps: dict[str, int]  # by drafter
     stored_layers: list[int] | None = None  # of the target, that its one pass stores for all drafters; None: no store
+    seed: int = 0
 
 
-def load_budget(path: Path, target: str, minutes: float, kinds: list[str]) -> Budget | None:
+def load_budget(path: Path, target: str, minutes: float, kinds: list[str], seed: int) -> Budget | None:
     """Return the budget of an earlier call of a quickstart; `UserError` where that had other settings."""
     if not path.is_file():
         return None
     budget = from_json(Budget, read_yaml(path))
-    if (budget.target, budget.minutes, list(budget.steps)) != (target, minutes, kinds):
+    if (budget.target, budget.minutes, list(budget.steps), budget.seed) != (target, minutes, kinds, seed):
         raise UserError(
             f"{path.parent} holds a quickstart with --target {budget.target} --minutes {budget.minutes:g} --drafters "
-            f"{','.join(budget.steps)}: give these to go on, another --out, or remove it"
+            f"{','.join(budget.steps)} --seed {budget.seed}: give these to go on, another --out, or remove it"
         )
     return budget
 

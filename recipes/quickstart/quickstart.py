@@ -5,7 +5,7 @@ best checkpoints are compared in one process, on prompts that did not choose the
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -61,12 +61,12 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
     kinds = settings.kinds
     out, minutes = settings.out, settings.minutes
     name = settings.target or str(EMBEDDED_TARGET)
-    budget = load_budget(out / "plan.yaml", name, minutes, kinds)
+    budget = load_budget(out / "plan.yaml", name, minutes, kinds, settings.seed)
     target = load_target(name, settings.device)
-    train_prompts, held_out = (prompts_for(target, is_held_out) for is_held_out in (False, True))
+    train_prompts, held_out = (prompts_for(target, is_held_out, settings.seed) for is_held_out in (False, True))
     if budget is None:
         console.print(f"measuring what {minutes:g} minutes allow on this machine ...")
-        budget = measure_budget(target, train_prompts, kinds, minutes)
+        budget = replace(measure_budget(target, train_prompts, kinds, minutes), seed=settings.seed)
         write_whole(out / "plan.yaml", yaml.safe_dump(asdict(budget), sort_keys=False))
 
     prompts = out / "prompts"
@@ -140,6 +140,7 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
     config.evaluation.num_prompts = budget.num_checkpoint_prompts
     config.evaluation.num_threads = budget.num_threads
     config.run.dir = str(out / kind)
+    config.run.seed = budget.seed
     config.run.steps = budget.steps[kind]
     config.run.checkpoint_every = -(-budget.steps[kind] // CHECKPOINTS)
     config.run.log_every = max(1, budget.steps[kind] // 40)
@@ -150,7 +151,7 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
 # --- prompts
 
 
-def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
+def prompts_for(target: Target, held_out: bool, seed: int = 0) -> list[Prompt]:
     """Return prompts in random order that fit the target's context and have at most 128 tokens a turn.
 
     They are functions that were begun and, for a target with a chat template, dialogues about functions. Raises
@@ -160,7 +161,7 @@ def prompts_for(target: Target, held_out: bool) -> list[Prompt]:
     prompts = [Prompt(text=function_prompt(function), domain="code") for group in groups for function in group]
     if has_template(target.tokenizer):
         prompts += [Prompt(messages=list(messages[:-1]), domain="chat") for messages in code_dialogues(groups)]
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
     longest = [min(target.context - ANSWERS.max_new_tokens, TURN * num_turns(prompt)) for prompt in prompts]
     fitting = [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest[i]]
     if len(fitting) < 2 * NUM_HELD_OUT:

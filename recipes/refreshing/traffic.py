@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from draftsmith.recipes.auto.traffic import (
     mask,
     why_left_out,
 )
+from draftsmith.recipes.bench.server_logs import read_log
 
 # Bits a byte. Random printable characters take 6.6 or more whatever the target is, and text that it hardly knows 5.5.
 NOISE_BITS = 6.0
@@ -95,7 +97,7 @@ def read_new(source: str, taken: Taken | None) -> tuple[list[Prompt], Taken | No
 def read_traffic(source: str) -> list[Prompt]:
     """Return the prompts of any source, or of the log of a vLLM or SGLang. Raises `UserError` where it holds none."""
     if is_log(source):
-        return logged_prompts(source)
+        return logged_prompts(read_log(Path(source)), source)
     bad = BadRows(ANY_SHARE)
     prompts = read_prompts(source, bad)
     if bad.rows:

@@ -32,9 +32,9 @@ from draftsmith.recipes.serving.serve_commands import (
 def export(settings: ExportSettings, target: Target, console: Console, measured: Evaluation | None = None) -> Exported:
     """Export a checkpoint and do what the settings ask for.
 
-    `measured` is an evaluation of the checkpoint, which is exported with it where the settings have no prompts. The
-    folder appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where `check`
-    found that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
+    `measured` is an evaluation of the checkpoint, which is exported with it in place of one on the prompts. The folder
+    appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where `check` found
+    that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
     """
     if settings.check and not settings.prompts:
         raise UserError("--check needs --prompts to decode")
@@ -52,11 +52,11 @@ def export(settings: ExportSettings, target: Target, console: Console, measured:
         names = served_names(out, settings.push)
         exported = write_drafter(settings.checkpoint, settings.engine, target, names, folder)
         draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
-        if prompts:
-            evaluation = measure_exported(exported, target, prompts, settings, console)
-        elif measured:
+        if measured:
             evaluation = replace(measured, drafter=str(out))
             write_evaluations([evaluation], {}, None, folder)
+        elif prompts:
+            evaluation = measure_exported(exported, target, prompts, settings, console)
         if evaluation:
             draft_length = served_result(evaluation).setting.draft_length
             schedule = schedule_of(exported.kind, evaluation)

@@ -1,8 +1,11 @@
 """The search for the best drafter: traffic that is divided cleanly, a race that is fair, and a search that goes on."""
 
+import contextlib
 import json
+import os
 import random
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +16,25 @@ from reports import typed_result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+import draftsmith.recipes
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles
+from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Target
+from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
+from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
 from draftsmith.recipes.auto.score import (
     Score,
     ServingLoad,
     best_draft_of,
+    needed_rate,
     plain_speedup,
     potential,
     rates_of,
@@ -41,6 +48,7 @@ from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.quickstart.budget import StepTime
 
 LOAD = ServingLoad(1, 100)
+LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
 
 
 # --- traffic
@@ -88,6 +96,19 @@ def test_the_traffic_is_divided_into_parts_that_share_nothing(tiny_target: Targe
     assert again == traffic
 
 
+def test_a_log_tells_temperature_and_rate(tiny_target: Target, tmp_path: Path) -> None:
+    """Ninety requests in 89 seconds, two thirds of them at temperature 0.5; some words are not in Latin letters."""
+    body = '{{"prompt": "strike {} мы", "temperature": {}}}'
+    rows = [body.format(i, 0.5 if i % 3 else 0.0) for i in range(90)]
+    line = "DEBUG 11-24 10:{:02}:{:02} [logger.py:1] Request N/A JSON body: {}\n"
+    log = tmp_path / "server.log"
+    log.write_text("".join(line.format(i // 60, i % 60, row) for i, row in enumerate(rows)))
+    traffic = divide(str(log), tiny_target, 100, False, DividedPrompts(tmp_path / "prompts"))
+    assert (traffic.temperature, traffic.requests_per_second) == (0.5, 1.0)
+    assert traffic.scripts == {"Latin": 0.75, "Cyrillic": 0.25}
+    assert "letters: Latin 75%, Cyrillic 25%; 1 requests a second; temperature 0.5)" in traffic.text
+
+
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"too few to hold {2 * FEWEST} out: give about 80 or more"):
         divide(str(write_traffic(tmp_path, 20)), tiny_target, 100, False, DividedPrompts(tmp_path / "prompts"))
@@ -118,6 +139,12 @@ def test_the_best_draft_is_the_one_that_theory_says() -> None:
     assert speedup_of([stats], 4, free, LOAD) == pytest.approx(3.0)
     assert best_draft_of([stats], dear, LOAD) == 0
     assert speedup_of([stats], 0, dear, LOAD) == 1.0
+
+
+def test_a_kind_that_cannot_pay_is_known_before_training() -> None:
+    """Free drafts pay at any rate; of 5 ms a token one pays when right in every second round; of 20 ms none does."""
+    rates = [needed_rate(costs_of(draft_ms), 8, LOAD) for draft_ms in (0.0, 5.0, 20.0)]
+    assert rates == [pytest.approx(0.0, abs=1e-9), pytest.approx(0.5), None]
 
 
 def test_only_requests_within_the_sla_count() -> None:
@@ -346,10 +373,50 @@ def test_a_search_killed_at_any_change_comes_to_the_same_decisions(
         assert decisions() == expected, f"killed before change {number} of {len(states)}"
 
 
+@pytest.mark.long
+def test_two_processes_search_together(python: str, settings: AutoSettings) -> None:
+    """Both answer and train; the first one alone decides and tells."""
+    start = [python, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "cpu.yaml")]
+    start += ["--main_process_port", "0", "-m", "draftsmith.recipes.cli.main", "auto", "--target", str(settings.target)]
+    start += ["--traffic", settings.traffic, "--drafters", settings.drafters, "--max-new-tokens", "16"]
+    start += ["--budget", "0.001", "--device", "cpu", "--out", str(settings.out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("how it was found") == 1
+    state = read_sealed(AutoState, settings.out / "auto.json", "")
+    assert len(state.rungs) == 1 or state.over
+
+
 def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:
     text = run(replace(settings, dry_run=True))
     assert "a step takes: medusa" in text
-    assert sorted(path.name for path in settings.out.iterdir()) == ["auto.json", "prompts"]
+    assert "pays where drafted tokens are accepted at a rate of: medusa 0." in " ".join(text.split())
+    assert sorted(path.name for path in settings.out.iterdir()) == ["auto.json", "costs", "prompts"]
+
+
+def test_kinds_that_cannot_pay_do_not_train(settings: AutoSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting one token takes twice a plain step: lookups alone are measured."""
+    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(20.0))
+    text = " ".join(run(settings).split())
+    assert "medusa none is enough, it does not race" in text
+    assert "no kind can pay at this load" in (settings.out / "auto.html").read_text()
+    state = read_sealed(AutoState, settings.out / "auto.json", "")
+    assert (state.rungs, state.final, [score.name for score in state.finalists]) == ([], None, ["ngram", "suffix"])
+
+
+def test_what_is_measured_at_the_end_is_measured_at_smaller_batches_too(
+    settings: AutoSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the schedule; and a cascade of the winner, which no engine serves, is among it where none is named."""
+    monkeypatch.setattr(auto, "why_over", lambda *_: None)
+    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
+    run(replace(settings, batch_size=3, drafters="medusa"))
+    found = {path.parent.name: read_evaluation(path) for path in settings.out.glob("comparison/*/evaluation.json")}
+    assert len(found) == 4
+    assert {evaluation.drafter_kind for evaluation in found.values()} == {"medusa", "cascade", "ngram", "suffix"}
+    for evaluation in found.values():
+        assert {row.setting.batch_size for row in evaluation.results} == {1, 2, 3}
 
 
 def test_a_search_goes_on_for_its_own_target_alone(settings: AutoSettings, tmp_path: Path) -> None:
@@ -363,6 +430,26 @@ def test_a_search_goes_on_for_its_own_target_alone(settings: AutoSettings, tmp_p
     save_file({name: 1.1 * weights[name] for name in weights}, target / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="holds a search for .*target with other weights, config or dtype: give that"):
         run(settings)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "reason"),
+    [
+        ("eagle3@2,draft_model@1", ""),
+        ("eagle3@0", "--drafters eagle3@0: the number of layers"),
+        ("eagle3@two", "--drafters eagle3@two: the number of layers"),
+        ("mlp_speculator@2", "mlp_speculator has no number of layers to choose: leave out @2"),
+        ("eagle4@2", "choose from"),
+    ],
+)
+def test_sizes_are_named_with_their_kinds(drafters: str, reason: str, settings: AutoSettings) -> None:
+    with pytest.raises(UserError, match=reason) if reason else contextlib.nullcontext():
+        asked = replace(settings, drafters=drafters)
+        asked.refuse_mistakes()
+        served_kinds(asked)
+    if not reason:
+        assert isinstance(layers := budget.recipe_of_auto("eagle3@2", small=True).drafter, Eagle3Config)
+        assert layers.num_layers == 2
 
 
 def test_an_engine_lets_only_those_race_that_it_serves(settings: AutoSettings) -> None:

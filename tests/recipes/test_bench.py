@@ -18,6 +18,7 @@ from draftsmith.recipes.bench.arrivals import Mix, planned_requests
 from draftsmith.recipes.bench.client import Reply, ask, request_of
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, BenchTest, Limits, percentile, stage_of
 from draftsmith.recipes.bench.runner import Rival, send_all
+from draftsmith.recipes.bench.server_logs import read_log
 from draftsmith.recipes.bench.trace import TraceRequest, read_trace
 from draftsmith.recipes.bench.verdict import difference, search_rate, search_text, verdict
 from draftsmith.recipes.cli.main import main
@@ -147,6 +148,22 @@ def test_a_bad_trace_costs_a_line(name: str, content: str, message: str, tmp_pat
 
 
 # --- arrivals
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (VLLM.replace("n=1, ", "n=1, temperature=0.6, "), [0.6, None]),
+        (OLD_VLLM.replace("n=1, ", "n=1, temperature=1.0, "), [1.0]),
+        (VLLM_BODIES.replace('"max_tokens"', '"temperature":0,"max_tokens"'), [0.0]),
+        (SGLANG, [0.7, None]),
+        (SGLANG_OPENAI, [None]),
+        (SGLANG_JSON.replace('{"max_new', '{"temperature": 1, "max_new'), [1.0]),
+    ],
+)
+def test_a_log_tells_temperatures(content: str, expected: list[float | None], tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text(content)
+    assert [request.temperature for request in read_log(tmp_path / "server.log")] == expected
 
 
 def mix_of(*requests: TraceRequest, prompts: tuple[Prompt, ...] = ()) -> Mix:

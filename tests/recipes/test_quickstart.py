@@ -66,14 +66,16 @@ def test_n_grams_are_exported_where_they_are_fastest_and_pay(tmp_path: Path) -> 
 
 def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    assert load_budget(path, "target", 1.0, ["hydra"]) is None
+    assert load_budget(path, "target", 1.0, ["hydra"], 0) is None
     path.write_text("target: target\nminutes: 1.0\nnum_prompts: 64\nnum_checkpoint_prompts: 4\n")
     with pytest.raises(ValueError, match="num_comparison_prompts"):
-        load_budget(path, "target", 1.0, ["hydra"])
+        load_budget(path, "target", 1.0, ["hydra"], 0)
     path.write_text(path.read_text() + "num_comparison_prompts: 4\nnum_threads: null\nsteps: {hydra: 8}\n")
-    assert load_budget(path, "target", 1.0, ["hydra"]) == BUDGET
+    assert load_budget(path, "target", 1.0, ["hydra"], 0) == BUDGET
     with pytest.raises(UserError, match="holds a quickstart with --target target --minutes 1 --drafters hydra"):
-        load_budget(path, "target", 2.0, ["hydra"])
+        load_budget(path, "target", 2.0, ["hydra"], 0)
+    with pytest.raises(UserError, match="--drafters hydra --seed 0: give these to go on"):
+        load_budget(path, "target", 1.0, ["hydra"], 1)
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -126,7 +128,7 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
         quickstart.run(settings, Console(quiet=True))
     assert calls == ["prepare", "train", "table", "export", "prepare", "table"]
     assert not (tmp_path / "features").exists()
-    with pytest.raises(UserError, match="--drafters medusa: give these to go on"):
+    with pytest.raises(UserError, match="--drafters medusa --seed 0: give these to go on"):
         quickstart.run(replace(settings, drafters="hydra"), Console(quiet=True))
 
 

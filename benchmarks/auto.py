@@ -1,0 +1,169 @@
+"""`draftsmith auto` beside training every kind with all of the time, on three kinds of traffic of the embedded target.
+
+    python benchmarks/auto.py FOLDER [--traffic code dialogue tables] [--minutes 10 40] [--jobs 2]
+
+A search gets so many minutes, on one thread. Then each of its kinds alone gets the time that the search had for its
+race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
+turns on the search's test prompts: how near comes the choice to the best of all? FOLDER keeps what was found: give the
+same command again to go on.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from acceptance_forecast import tables
+from rich.console import Console
+
+from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.models import Target
+from draftsmith.recipes.auto import auto
+from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
+from draftsmith.recipes.auto.budget import FINAL_SHARE, RACE_SHARE
+from draftsmith.recipes.auto.service_level import best_row, fastest_first
+from draftsmith.recipes.configs.training_settings import AutoSettings
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
+from draftsmith.train import train
+from draftsmith.train.run_folder.checkpoint import checkpoints
+
+NUM_PROMPTS, NEW_TOKENS = 3000, 96
+LENGTHS = (1, 2, 3, 4)  # tokens drafted a round, of which each drafter's best counts
+TRAFFICS = ("code", "dialogue", "tables")
+
+
+def prompts_of(traffic: str, target: Target) -> list[Prompt]:
+    """Return begun functions, questions for functions, or begun tables of character codes."""
+    if traffic == "tables":
+        return tables()[:NUM_PROMPTS]
+    wants_chats = traffic == "dialogue"
+    return [prompt for prompt in prompts_for(target, held_out=False) if bool(prompt.messages) == wants_chats][
+        :NUM_PROMPTS
+    ]
+
+
+def settings_of(folder: Path, traffic: str, minutes: float) -> AutoSettings:
+    """Return what the search is asked for."""
+    return AutoSettings(
+        traffic=str(folder / f"{traffic}.jsonl"),
+        max_new_tokens=NEW_TOKENS,
+        budget=minutes / 60,
+        device="cpu",
+        out=folder / f"{traffic}-{minutes:g}" / "search",
+    )
+
+
+def train_alone(settings: AutoSettings, kind: str) -> None:
+    """Train one kind with all of the time that the search had for training, on the answers of the search."""
+    search = Auto(settings, Console(quiet=True))
+    plan = search.state.plan
+    seconds = (RACE_SHARE + FINAL_SHARE) * 3600 * plan.hours
+    config = search.config(kind, int(seconds / plan.step_seconds[kind]))
+    config.run.dir = str(settings.out.with_name(kind))
+    train(config)
+
+
+def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
+    """Measure the kinds that were trained alone, what the search trained, and lookups; return them, fastest first."""
+    search = Auto(settings, Console(quiet=True))
+    names = [str(checkpoints(settings.out.with_name(kind))[-1]) for kind in kinds] + search.finalists()
+    out = settings.out.with_name("comparison")
+    paths = evaluation_paths(out, names)
+    if not all(path.is_file() for path in paths):
+        grid = [replace(search.measuring, draft=length, repeats=MOST_REPEATS) for length in LENGTHS]
+        options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0)
+        evaluate_side_by_side(search.target, names, [search.prompt_set(search.prompts.test)], grid, out, options)
+    return fastest_first([read_evaluation(path) for path in paths])
+
+
+def chosen_by(settings: AutoSettings) -> str:
+    """Return what the search found to be fastest where it measured."""
+    search = Auto(settings, Console(quiet=True))
+    own = [read_evaluation(path) for path in evaluation_paths(settings.out / "comparison", search.finalists())]
+    return fastest_first(own)[0].drafter
+
+
+def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[str]) -> str:
+    """Return a line of the table: the search's choice beside the best of all."""
+    ranked = compare(settings, kinds)
+    speedups = {evaluation.drafter: best_row(evaluation).speed.speedup for evaluation in ranked}
+    best, chosen = ranked[0].drafter, chosen_by(settings)
+    lookups = ", ".join(f"{name} {speedups[name]:.2f}×" for name in ("ngram", "suffix"))
+    return (
+        f"| {traffic} | {minutes:g} | {shown(chosen)} {speedups[chosen]:.2f}× | {shown(best)} {speedups[best]:.2f}× "
+        f"| {speedups[chosen] / speedups[best]:.1%} | {lookups} |"
+    )
+
+
+def shown(name: str) -> str:
+    """Return the name of a kind for the table: `search:eagle3` for a checkpoint of the search."""
+    parts = Path(name).parts
+    if "checkpoints" not in parts:
+        return name
+    place = parts.index("checkpoints")
+    return f"search: {parts[place - 1]}" if "search" in parts else f"alone: {parts[place - 1]}"
+
+
+def started(command: list[str], log: Path) -> None:
+    """Run a command on one thread, with its output in a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("a") as output:
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=list(TRAFFICS))
+    parser.add_argument("--minutes", nargs="+", type=float, default=[10.0, 40.0])
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)  # traffic, minutes, and the search or a kind
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.only:
+        traffic, minutes, what = args.only
+        settings = settings_of(args.folder, traffic, float(minutes))
+        if what == "search":
+            auto.run(settings, Console(width=120))
+        else:
+            train_alone(settings, what)
+        return
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    cases = [(traffic, minutes) for minutes in args.minutes for traffic in args.traffic]
+    for traffic in args.traffic:
+        write_prompts(args.folder / f"{traffic}.jsonl", prompts_of(traffic, target))
+
+    def job(traffic: str, minutes: float, what: str) -> None:
+        settings = settings_of(args.folder, traffic, minutes)
+        done = settings.out / "auto.html" if what == "search" else settings.out.with_name(what) / "done"
+        if not done.is_file():
+            own = ["--only", traffic, f"{minutes:g}", what]
+            started([sys.executable, __file__, str(args.folder), *own], settings.out.with_name(f"{what}.log"))
+            done.touch()
+
+    def whole(case: tuple[str, float]) -> None:
+        job(*case, "search")
+        for kind in settings_of(args.folder, *case).kinds:
+            job(*case, kind)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(whole, cases))
+    env = environment(target)
+    print(f"{env.command}, {env.device}, one thread a run, commit {env.git_commit}\n")
+    print("| traffic | minutes | chosen by the search | best of all | ratio | lookups |\n|---|---|---|---|---|---|")
+    for traffic, minutes in cases:
+        settings = settings_of(args.folder, traffic, minutes)
+        print(line_of(settings, traffic, minutes, settings.kinds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
