@@ -1,6 +1,6 @@
 """Predicted against measured speedup, at settings that the cost model was not fitted on, for every kind of drafter.
 
-    python benchmarks/cost_model.py FOLDER [--thread-time] [--kinds ...] [--settings N]
+    python benchmarks/cost_model.py FOLDER [--thread-time] [--kinds ...] [--settings N] [--beside OTHER_FOLDER]
 
 Costs of each drafter are fitted once, as `evaluate` does. Then settings are drawn for each drafter from all batch
 sizes, contexts, chains and trees, the same ones in each run. Each is decoded in turns with plain decoding, and is
@@ -8,6 +8,8 @@ given its `predicted_speedup`. A fit knows other contexts than those, and draft 
 not depend on what a drafter has learned: trained kinds are used as they are made, and hardly anything of theirs is
 accepted. Lookups and cascades accept what they find in real text. FOLDER keeps costs and rows: give the same command
 again to go on.
+`--beside` tells how far the measured speedups lie from those of an earlier call in another folder: no prediction can be
+nearer to a measurement than another measurement is.
 `--thread-time` counts the time of the computing thread instead of the wall's, for a machine that does other things too.
 """
 
@@ -173,8 +175,7 @@ def costs_of(name: str, drafter: Drafter, target: Target, folder: Path, reach: C
 def measure_all(args: argparse.Namespace, target: Target) -> list[ComparedSetting]:
     """Measure what is not in the folder yet, and return all rows in it."""
     reach = CostRange(max(BATCHES), max(CONTEXTS), 8, TREE_NODES, args.seconds)
-    path = args.folder / "rows.jsonl"
-    rows = [ComparedSetting(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+    path, rows = args.folder / "rows.jsonl", read_rows(args.folder)
     functions = read_prompt_set(str(PROMPTS), target, None, NEW_TOKENS).token_ids
     done = {(row.drafter, row.draft, row.batch, row.context) for row in rows}
     for name in args.kinds:
@@ -230,6 +231,24 @@ def summary(name: str, rows: list[ComparedSetting]) -> str:
     )
 
 
+def repeatability(rows: list[ComparedSetting], earlier: list[ComparedSetting]) -> str:
+    """Return how far two measurements of the same settings lie apart."""
+    known = {(row.drafter, row.draft, row.batch, row.context): row.measured for row in earlier}
+    keys = [(row.drafter, row.draft, row.batch, row.context) for row in rows]
+    ratios = [row.measured / known[key] - 1 for row, key in zip(rows, keys, strict=True) if key in known]
+    sizes = np.abs(ratios)
+    return (
+        f"measured twice: {len(ratios)} settings; median difference {np.median(sizes):.1%}, largest {sizes.max():.1%}, "
+        f"within {GOAL:.0%} at {(sizes <= GOAL).mean():.0%}"
+    )
+
+
+def read_rows(folder: Path) -> list[ComparedSetting]:
+    """Return the rows in a folder; none where nothing was measured yet."""
+    path = folder / "rows.jsonl"
+    return [ComparedSetting(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
 def draw(rows: list[ComparedSetting], path: Path) -> None:
     """Draw measured against predicted speedups, a colour for each drafter."""
     figure, axes = plt.subplots(figsize=(5.5, 5.5))
@@ -253,6 +272,7 @@ def main() -> None:
     parser.add_argument("--settings", type=int, default=12, help="of each drafter")
     parser.add_argument("--seconds", type=float, default=20, help="of measuring costs, about, for each drafter")
     parser.add_argument("--thread-time", action="store_true")
+    parser.add_argument("--beside", type=Path, metavar="OTHER_FOLDER")
     args = parser.parse_args()
     if args.thread_time:
         time.perf_counter = time.thread_time  # what the decoder's own clock reads, too
@@ -263,7 +283,8 @@ def main() -> None:
         rows = measure_all(args, target)
     clock = "time of the computing thread" if args.thread_time else "wall time"
     head = f"{env.command}, {env.device}, 1 thread, {clock}, commit {env.git_commit}"
-    text = "\n".join([head, "", *table(rows)]) + "\n"
+    twice = [repeatability(rows, read_rows(args.beside))] if args.beside else []
+    text = "\n".join([head, "", *table(rows), *twice]) + "\n"
     (args.folder / "cost_model.txt").write_text(text)
     draw(rows, args.folder / "cost_model.png")
     print(text)

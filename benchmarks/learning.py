@@ -51,22 +51,24 @@ class Variant:
 
 TARGET_START, EACH = {"starting_layers": "target"}, {"feature_norm": "each"}
 MUON: dict[str, Any] = {"matrices": "muon"}
+EAGLE31: dict[str, Any] = {**TARGET_START, **EACH, "norm_output": True}
+FAST: dict[str, Any] = {**MUON, "learning_rate": 8e-3}
 VARIANTS = {
     "as it was": Variant(),
     "feature norm": Variant(EACH),
     "EAGLE-3.1": Variant({**EACH, "norm_output": True}),
     "target's layer": Variant(TARGET_START),
     "both": Variant({**TARGET_START, **EACH}),
-    "target's layer, EAGLE-3.1": Variant({**TARGET_START, **EACH, "norm_output": True}),
+    "target's layer, EAGLE-3.1": Variant(EAGLE31),
     "Muon 4e-3": Variant({}, MUON),
     "target's layer, Muon 4e-3": Variant(TARGET_START, MUON),
-    "target's layer, Muon 8e-3": Variant(TARGET_START, {**MUON, "learning_rate": 8e-3}),
-    "both, Muon 8e-3": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 8e-3}),
+    "target's layer, Muon 8e-3": Variant(TARGET_START, FAST),
+    "both, Muon 8e-3": Variant({**TARGET_START, **EACH}, FAST),
     "both, Muon 1.6e-2": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 1.6e-2}),
-    "target's layer, EAGLE-3.1, Muon 8e-3": Variant(
-        {**TARGET_START, **EACH, "norm_output": True}, {**MUON, "learning_rate": 8e-3}
-    ),
-    "both, Muon 8e-3, late decay": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 8e-3, "decay": "late"}),
+    "target's layer, EAGLE-3.1, Muon 8e-3": Variant(EAGLE31, FAST),
+    "the same, 1024 draft tokens": Variant({**EAGLE31, "draft_vocab_size": 1024}, FAST),
+    "the same, 512 draft tokens": Variant({**EAGLE31, "draft_vocab_size": 512}, FAST),
+    "both, Muon 8e-3, late decay": Variant({**TARGET_START, **EACH}, {**FAST, "decay": "late"}),
 }
 
 
