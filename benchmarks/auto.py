@@ -28,7 +28,7 @@ from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
 from draftsmith.recipes.auto.budget import FINAL_SHARE, RACE_SHARE
-from draftsmith.recipes.auto.service_level import best_row, fastest_first
+from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
@@ -94,7 +94,7 @@ def chosen_by(settings: AutoSettings) -> str:
 def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[str]) -> str:
     """Return a line of the table: the search's choice beside the best of all."""
     ranked = compare(settings, kinds)
-    speedups = {evaluation.drafter: best_row(evaluation).speed.speedup for evaluation in ranked}
+    speedups = {evaluation.drafter: evaluation.best.speed.speedup for evaluation in ranked}
     best, chosen = ranked[0].drafter, chosen_by(settings)
     lookups = ", ".join(f"{name} {speedups[name]:.2f}×" for name in ("ngram", "suffix"))
     return (

@@ -378,14 +378,18 @@ class Evaluation:
         """The row at its first setting."""
         return (self.judged or self.results)[0]
 
+    @property
+    def best(self) -> Result:
+        """The row of the setting at which it is fastest; of draftsmith's decoder."""
+        return max(self.results, key=lambda row: row.rank_key)
+
 
 def place_of_best(rows: Sequence[Result | JudgedResult]) -> int:
     """Return the place of the best of a run's checkpoints, given the first row of each, oldest first.
 
-    All of them draft with one architecture, so a round of each costs the same. They rank by tokens a round over that
-    cost, pooled over the rows of one setting, since the times of each alone are too noisy to choose by. Rows that an
-    engine judged are of one setting, so their cost plays no part. Those with divergences come last, and of equal ones
-    the later is the better.
+    A round of each costs the same, as all have one architecture. They rank by tokens a round over that cost, pooled
+    over the rows of one setting, since single times are too noisy. Rows that an engine judged are of one setting, so
+    their cost plays no part. Those with divergences come last, and of equal ones the later is the better.
     """
 
     def cost(row: Result) -> float:
@@ -416,7 +420,6 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
 
 
 # --- older files
-
 
 ADDED_LATER: dict[str, Any] = {  # fields of a row with their value where an older version did not measure them
     "mean_acceptance_length_ci95": None,

@@ -29,21 +29,16 @@ def at_batch_size(evaluations: list[Evaluation], batch_size: int) -> list[Evalua
     return found
 
 
-def best_row(evaluation: Evaluation) -> Result:
-    """Return a drafter's best row."""
-    return max(evaluation.results, key=lambda row: row.rank_key)
-
-
 def fastest_first(evaluations: list[Evaluation]) -> list[Evaluation]:
-    return sorted(evaluations, key=lambda evaluation: best_row(evaluation).rank_key, reverse=True)
+    return sorted(evaluations, key=lambda evaluation: evaluation.best.rank_key, reverse=True)
 
 
 def sla_lines(evaluations: list[Evaluation], sla: Sla) -> list[str]:
     """Return for each drafter and for plain decoding whether it kept the SLA; nothing where there is none."""
     if sla == Sla():
         return []
-    rows = {evaluation.drafter: best_row(evaluation) for evaluation in within_sla(evaluations, sla)}
-    rows = {evaluation.drafter: rows.get(evaluation.drafter, best_row(evaluation)) for evaluation in evaluations}
+    rows = {evaluation.drafter: evaluation.best for evaluation in within_sla(evaluations, sla)}
+    rows = {evaluation.drafter: rows.get(evaluation.drafter, evaluation.best) for evaluation in evaluations}
     lines = [
         f"{name} at draft length {row.setting.draft_length} {verb(kept(row, sla), row)}: {latencies(row, sla)}"
         for name, row in rows.items()

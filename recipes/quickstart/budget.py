@@ -50,7 +50,8 @@ WEIGHTS = {
 CHECKPOINTS = 2  # a run
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
-COMPARISON = MeasureSettings(max_new_tokens=96, repeats=5)
+COMPARISON = MeasureSettings(max_new_tokens=96, repeats=3)
+COMPARED_LENGTHS = (2, 4)  # tokens drafted a round: on a CPU short drafts are faster, on a GPU longer ones
 TIMED_PROMPTS = 8
 # Bytes of features on the disk, which all drafters read. Where there would be more, the target runs for each drafter.
 MOST_STORED = 4 << 30
@@ -96,7 +97,7 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     checked_tokens = mean_answer(samples, brief.max_new_tokens) * brief.repeats * CHECKPOINTS
     checkpoint_prompt = 3 * len(kinds) * per_token * checked_tokens
     compared_tokens = mean_answer(samples, COMPARISON.max_new_tokens) * COMPARISON.repeats
-    comparison_prompt = (len(kinds) + 2) * per_token * compared_tokens
+    comparison_prompt = len(COMPARED_LENGTHS) * (len(kinds) + 2) * per_token * compared_tokens
     num_prompts = min(len(prompts), num_batches * ANSWERS.batch_size)
     drafters = {kind: new_drafter(RECIPES[f"quickstart_{kind}"](), target) for kind in kinds}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})

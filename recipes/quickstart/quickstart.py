@@ -32,6 +32,7 @@ from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     CHECKPOINTS,
+    COMPARED_LENGTHS,
     COMPARISON,
     NUM_HELD_OUT,
     Budget,
@@ -90,7 +91,7 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
         console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}, and n-grams do not pay")
         return
     if served != fastest[0]:
-        note = "" if served.results[0].pays else ", though it is not shown to pay here"
+        note = "" if served.best.pays else ", though it is not shown to pay here"
         others = f"vLLM does not serve {fastest[0].drafter_kind}, or it does not pay"
         console.print(f"{others}: {served.drafter_kind} is exported in its place{note}")
     if (out / "export").is_dir():
@@ -113,16 +114,17 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
     if not all(path.is_file() for path in paths):
         prompts = read_prompt_set(source, target, None, COMPARISON.max_new_tokens)
         options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
-        evaluate_side_by_side(target, names, [prompts], [COMPARISON], out / "comparison", options)
+        grid = [replace(COMPARISON, draft=length) for length in COMPARED_LENGTHS]
+        evaluate_side_by_side(target, names, [prompts], grid, out / "comparison", options)
     evaluations = [read_evaluation(path) for path in paths]
-    return sorted(evaluations, key=lambda evaluation: evaluation.results[0].rank_key, reverse=True)
+    return sorted(evaluations, key=lambda evaluation: evaluation.best.rank_key, reverse=True)
 
 
 def fastest_served(fastest: list[Evaluation]) -> Evaluation | None:
     """Return the first that vLLM serves, n-grams only where they pay: what costs no training has to bring something."""
     for evaluation in fastest:
         kind = evaluation.drafter_kind
-        if is_served(kind, "vllm") and (kind not in TRAINING_FREE or evaluation.results[0].pays):
+        if is_served(kind, "vllm") and (kind not in TRAINING_FREE or evaluation.best.pays):
             return evaluation
     return None
 
