@@ -136,11 +136,11 @@ def measure_costs(
             f"{drafter.kind} drafts in a shape of its own, which the cost model does not know: measure it with "
             "`draftsmith evaluate`"
         )
-    room = MOST_ROUNDS + reach.draft_length + reach.tree_nodes
-    if reach.context + room > target.context:
+    longest = longest_context(target, reach.draft_length, reach.tree_nodes)
+    if reach.context > longest:
         raise UserError(
-            f"context {reach.context}: measuring needs {room} tokens beyond it, and the target's context is "
-            f"{target.context}: give at most {target.context - room}"
+            f"context {reach.context}: measuring needs {target.context - longest} tokens beyond it, and the target's "
+            f"context is {target.context}: give at most {longest}"
         )
     fitted, left_out = reach.settings(drafter)
     times = time_rounds(target, drafter, fitted + left_out, reach.seconds, on_progress)
@@ -154,6 +154,14 @@ def measure_costs(
         drops_columns=target.device.type == "cpu",
         held_out=speedup_errors(costs, times[len(fitted) :]),
     )
+
+
+def longest_context(target: Target, draft_length: int, tree_nodes: int = 0) -> int:
+    """Return the most tokens of a request that costs can be measured at; 0 or less where the target's context is short.
+
+    Rounds go on beyond it.
+    """
+    return target.context - MOST_ROUNDS - draft_length - tree_nodes
 
 
 def time_rounds(

@@ -4,7 +4,12 @@ from collections.abc import Callable
 
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.inference.measuring.results import Result
-from draftsmith.inference.planning.cost_measurement import LEAST_VISITS, MOST_ROUNDS, CostRange, measure_costs
+from draftsmith.inference.planning.cost_measurement import (
+    LEAST_VISITS,
+    CostRange,
+    longest_context,
+    measure_costs,
+)
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Drafter, Target
 
@@ -31,7 +36,7 @@ def costs_beside(
         return None
     longest = max(row.setting.draft_length for row in drafted)
     nodes = max(row.setting.tree_nodes or 0 for row in drafted)
-    room = target.context - MOST_ROUNDS - longest - nodes
+    room = longest_context(target, longest, nodes)
     context = min(typical_context(prompts, drafted[0].setting.max_new_tokens), room)
     if context < 1:
         return None

@@ -20,7 +20,7 @@ from draftsmith.inference.planning.best_draft import (
     tree_acceptance_length,
 )
 from draftsmith.inference.planning.confidence import ConfidenceChoice, choose_confidence, draft_everywhere
-from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
+from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs
 from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.planning.fixed_batches import DecodedRequest, fixed_batch_speedup
@@ -99,7 +99,8 @@ def tune(
         raise UserError("every answer ends with its first token, which leaves nothing to fit: give other prompts")
     rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
     greedy = settings.temperature == 0
-    reach = CostRange(max(batches), context, longest, TREE_NODES if drafter.can_branch and greedy else 0)
+    nodes = TREE_NODES if drafter.can_branch and greedy else 0
+    reach = CostRange(max(batches), min(context, longest_context(target, longest, nodes)), longest, nodes)
     costs = measure_costs(target, drafter, reach, name).drafting_with(DraftChances.of(total))
     length_reach = tokens_reach(decoded.stats.requests)
     schedule = fit_schedule(rates, costs, batches, context, length_reach)

@@ -18,7 +18,7 @@ from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
-from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs
+from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
@@ -76,7 +76,8 @@ class Auto:
     def __init__(self, settings: AutoSettings, console: Console) -> None:
         self.settings, self.out = settings, settings.out
         rank, num_ranks = rank_and_num_ranks()
-        self.is_first, self.console = rank == 0, console if rank == 0 else Console(quiet=True)
+        self.is_first, self.console = rank == 0, console
+        console.quiet = console.quiet or not self.is_first
         self.kinds = served_kinds(settings)
         self.target = load_target(settings.target or str(EMBEDDED_TARGET), settings.device or device_of_process())
         if num_ranks > 1:
@@ -322,7 +323,8 @@ class Auto:
         path = self.costs_path(name)
         if not path.is_file():
             longest = longest_draft(drafter)
-            reach = CostRange(self.load.batch_size, self.load.context, longest, seconds=COST_SECONDS)
+            context = min(self.load.context, longest_context(self.target, longest))
+            reach = CostRange(self.load.batch_size, context, longest, seconds=COST_SECONDS)
             with cpu_threads(num_threads):
                 write_json(path, to_json(measure_costs(self.target, drafter, reach, name)))
         return read_typed(Costs, path)

@@ -14,7 +14,7 @@ from rich.console import Console
 from draftsmith.data.progress import progress_bar
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import device_name, environment
-from draftsmith.inference.planning.cost_measurement import CostRange, measure_costs, usual_tree
+from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs, usual_tree
 from draftsmith.inference.planning.plans import Plan, TrainingNeeds
 from draftsmith.models import Drafter, Target
 from draftsmith.models.errors import UserError, printable
@@ -49,10 +49,17 @@ class Candidate:
     draft_lengths: list[int]
     trees: list[StaticTree]
 
+    @property
+    def most_nodes(self) -> int:
+        return max((tree.num_nodes for tree in self.trees), default=0)
+
+    def longest_context(self, target: Target) -> int:
+        """Return the longest context that its costs can be measured at."""
+        return longest_context(target, max(self.draft_lengths), self.most_nodes)
+
     def cost_range(self, batches: Sequence[int], context: int) -> CostRange:
         """Return the range in which costs are needed."""
-        most_nodes = max((tree.num_nodes for tree in self.trees), default=0)
-        return CostRange(max(batches), context, max(self.draft_lengths), most_nodes)
+        return CostRange(max(batches), context, max(self.draft_lengths), self.most_nodes)
 
 
 def run(settings: PlanSettings, console: Console) -> None:
@@ -66,8 +73,9 @@ def run(settings: PlanSettings, console: Console) -> None:
     target = load_target(settings.target, settings.device)
     known_acceptance(settings.acceptance, "")  # mistakes are told before anything is measured
     batches = sorted(set(settings.batch_size))
-    context = settings.context or min(CONTEXT, target.context // 2)
     candidates = [read_candidate(name, target, settings) for name in dict.fromkeys(settings.drafter)]
+    room = min(candidate.longest_context(target) for candidate in candidates)
+    context = settings.context or min(CONTEXT, target.context // 2, max(1, room))
     names = [candidate.name for candidate in candidates]
     if settings.tree_nodes and not any(candidate.trees for candidate in candidates):
         raise UserError(f"--tree-nodes: {listed(names)} drafts chains only: leave it out")
