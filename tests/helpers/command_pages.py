@@ -54,8 +54,16 @@ def search() -> AutoState:
     return AutoState(
         asked="",
         target_fingerprint=None,
-        traffic=TrafficSummary(130, 10, 1, 100, 15, 15, 412.0, 0.4, {"code": 80, "chat": 40, "": 10}),
+        traffic=TrafficSummary(
+            *(130, 10, 1, 100, 15, 15, 412.0, 0.4, {"code": 80, "chat": 40, "": 10}),
+            num_unfit=0,
+            with_tools=0.1,
+            scripts={"Latin": 0.98, "Cyrillic": 0.02},
+            temperature=0.7,
+            requests_per_second=3.2,
+        ),
         plan=AutoPlan(TARGET, 8.0, 40_000, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0, 60.0, False),
+        needed_rates={"eagle3": 0.35, "hydra": None},
         lookups=[score("ngram", 0, 1.1), score("suffix", 0, 1.2)],
         rungs=[Rung(contenders, ["eagle3", "hydra"], decision)],
         final=score("eagle3", 20_000, 1.9),
