@@ -2,8 +2,8 @@
 
     python benchmarks/acceptance_forecast.py FOLDER [--steps 200] [--probe 20]
 
-The embedded target answers prompts of six kinds of traffic. For each of them the entropy of its answers and the tokens
-a round of the better lookup are measured, drafters of five kinds are trained for a few steps (the probe), and anew for
+The embedded target answers prompts of six kinds of traffic. For each of them the entropy of its answers and the
+acceptance length of n-grams are measured, drafters of five kinds are trained for a few steps (the probe), and anew for
 all steps. Forecasts of the share of drafted tokens that is accepted at the end, in log-odds, are fitted on five
 traffics and judged on the sixth. FOLDER keeps what was found: give the same command again to go on.
 """
@@ -52,7 +52,7 @@ class Observed:
     traffic: str
     kind: str
     entropy: float  # nats a token, of the target's distributions along its greedy answers
-    lookup: float  # tokens a round of the better lookup
+    lookup: float  # acceptance length of n-grams
     probe: float  # share of the drafted tokens that is accepted after the probe
     end: float  # the same after all steps
 
@@ -96,7 +96,7 @@ def observe(folder: Path, traffic: str, prompts: list[Prompt], steps: int, probe
     plan = BatchPlan(read_samples(folder / "samples"), 8, 512, 8 * 512, seed=0)
     tested = encode_prompts(prompts[-NUM_TESTED:], target)
     recording = record(target, tested, Sampling(0.0), NEW_TOKENS, DRAFT_LENGTH)
-    lookups = [acceptance_lengths(target, load_drafter(name, target), [recording])[0] for name in ("ngram", "suffix")]
+    [lookup] = acceptance_lengths(target, load_drafter("ngram", target), [recording])
     entropy = entropy_of(target, recording)
     drafters = {kind: DRAFTERS[kind].from_target(RECIPES[f"quickstart_{kind}"]().drafter, target) for kind in KINDS}
     layer_ids = tuple(sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids}))
@@ -117,7 +117,7 @@ def observe(folder: Path, traffic: str, prompts: list[Prompt], steps: int, probe
         return (length - 1) / DRAFT_LENGTH
 
     for kind in KINDS:
-        yield Observed(traffic, kind, entropy, max(lookups), share(kind, probe), share(kind, steps))
+        yield Observed(traffic, kind, entropy, lookup, share(kind, probe), share(kind, steps))
 
 
 def observed_on(folder: Path, traffic: str, prompts: list[Prompt], steps: int, probe: int) -> list[Observed]:
