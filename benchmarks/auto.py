@@ -150,13 +150,11 @@ def main() -> None:
             started([sys.executable, __file__, str(args.folder), *own], settings.out.with_name(f"{what}.log"))
             done.touch()
 
-    def whole(case: tuple[str, float]) -> None:
-        job(*case, "search")
-        for kind in settings_of(args.folder, *case).kinds:
-            job(*case, kind)
-
+    searches = [(*case, "search") for case in cases]
+    alone = [(*case, kind) for case in cases for kind in settings_of(args.folder, *case).kinds]
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(whole, cases))
+        list(pool.map(lambda each: job(*each), searches))
+        list(pool.map(lambda each: job(*each), alone))
     env = environment(target)
     print(f"{env.command}, {env.device}, one thread a run, commit {env.git_commit}\n")
     print("| traffic | minutes | chosen by the search | best of all | ratio | lookups |\n|---|---|---|---|---|---|")
