@@ -1,6 +1,7 @@
 """The progress that a user sees: the one progress bar, notices, and sizes in words."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,12 @@ def waiting(text: str, visible: bool = True) -> Iterator[None]:
 def notice(text: str) -> None:
     """Print a line that a user may want to know, and that asks for nothing, to the error output."""
     SafeConsole(stderr=True).print(text)
+
+
+@functools.cache
+def notice_once(text: str) -> None:
+    """Print a line as `notice` does, unless this process printed it before."""
+    notice(text)
 
 
 def warn(text: str) -> None:

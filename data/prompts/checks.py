@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from rich.text import Text
 
-from draftsmith.data.progress import notice, warn
+from draftsmith.data.progress import notice, notice_once, warn
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.samples.folder import has_checksum, read_prepared
 from draftsmith.data.samples.sample import Sample
@@ -83,7 +83,7 @@ def notice_raw_texts(prompts: list[Prompt], target: Target) -> None:
     """Say so where a target that chats is given bare texts, which it was hardly trained to continue."""
     num_texts = sum(prompt.text is not None for prompt in prompts)
     if num_texts and has_template(target.tokenizer):
-        notice(
+        notice_once(
             f"{num_texts} of {len(prompts)} prompts are bare texts and are used as they are, without the chat template "
             f'of {target.name}: give "messages" if it will be chatted with'
         )

@@ -37,6 +37,7 @@ class CertifySettings:
 
     max_new_tokens: int = 64
     draft_length: int = 4
+    num_prompts: int | None = None  # decoded greedily; None: all
     num_texts: int = 256  # sampled for each mode, from the prompts in turn
     batch_size: int = 32
     temperature: float = 1.0
@@ -47,18 +48,20 @@ def certify(
     drafter: Drafter,
     prompts: list[list[int]],
     settings: CertifySettings,
+    expected: list[list[int]] | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Certificate:
     """Check a drafter's output, greedy and sampled, and return the certificate.
 
+    `expected` are the `plain_texts` of these prompts and settings, which several drafters share; None: decode them.
     `on_progress` is called after each of `num_checks(drafter)` checks.
     """
     decoder = SpeculativeDecoder(target, drafter)
-    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    expected = plain_texts(target, prompts, settings) if expected is None else expected
     greedy: dict[str, LosslessCheck] = {}
     sampled: dict[str, ChiSquareTest] = {}
     for batch_size in (1, GREEDY_BATCH):
-        greedy[f"batch_size_{batch_size}"] = greedy_check(plain, decoder, prompts, settings, batch_size)
+        greedy[f"batch_size_{batch_size}"] = greedy_check(decoder, prompts, expected, settings, batch_size)
         on_progress()
     for mode in sampled_modes(drafter):
         sampled[mode] = sampled_check(decoder, mode, prompts, settings)
@@ -78,23 +81,24 @@ def sampled_modes(drafter: Drafter) -> list[VerificationMode]:
     return ["one_hot", "probabilistic", "block", CONTROL] if drafter.can_sample else ["one_hot", CONTROL]
 
 
+def plain_texts(target: Target, prompts: list[list[int]], settings: CertifySettings) -> list[list[int]]:
+    """Return the greedy answers of plain decoding to the prompts of a certificate, each decoded alone."""
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    return plain.generate(prompts[: settings.num_prompts], settings.max_new_tokens).token_ids
+
+
 def greedy_check(
-    plain: SpeculativeDecoder,
     decoder: SpeculativeDecoder,
     prompts: list[list[int]],
+    expected: list[list[int]],
     settings: CertifySettings,
     batch_size: int,
 ) -> LosslessCheck:
     """Compare plain decoding of single prompts with speculative decoding in a batch whose rows change hands."""
-    expected, actual = (
-        contender.decode(
-            prompts,
-            resolve_settings(contender.drafter, Sampling(), settings.max_new_tokens, settings.draft_length),
-            batch_size=size,
-        ).token_ids
-        for contender, size in ((plain, 1), (decoder, batch_size))
-    )
-    return compare_outputs(plain.target, prompts, expected, actual)
+    prompts = prompts[: settings.num_prompts]
+    generation = resolve_settings(decoder.drafter, Sampling(), settings.max_new_tokens, settings.draft_length)
+    actual = decoder.decode(prompts, generation, batch_size=batch_size).token_ids
+    return compare_outputs(decoder.target, prompts, expected, actual)
 
 
 def sampled_check(

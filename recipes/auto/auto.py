@@ -13,8 +13,10 @@ from rich.console import Console
 
 from draftsmith.data.answers.prepare import prepare
 from draftsmith.data.processes import decided_by_first, device_of_process, locked, rank_and_num_ranks
+from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompts import read_prompt_set, read_prompts
 from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
@@ -28,8 +30,9 @@ from draftsmith.models.storage.files import write_json, write_whole
 from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
-from draftsmith.recipes.auto.budget import FEWEST_STEPS, AutoPlan, make_plan, recipe_of_auto
+from draftsmith.recipes.auto.budget import make_plan, plan_lines, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
+from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
 from draftsmith.recipes.auto.race import LOOKUPS, NONE_CAN_PAY, decided, run_rung, why_over
 from draftsmith.recipes.auto.score import (
@@ -43,7 +46,7 @@ from draftsmith.recipes.auto.score import (
 )
 from draftsmith.recipes.auto.service_level import at_batch_size, fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
-from draftsmith.recipes.auto.traffic import DividedPrompts, divide, longest_prompt
+from draftsmith.recipes.auto.traffic import DividedPrompts, describe_answers, divide, longest_prompt
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
@@ -130,7 +133,7 @@ class Auto:
             for kind, drafter in drafters.items()
         }
         over = NONE_CAN_PAY if all(rate is None for rate in needed.values()) else None
-        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], over))
+        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], over=over))
 
     def save(self, state: AutoState) -> AutoState:
         """Keep what was found so far, and write it."""
@@ -150,11 +153,15 @@ class Auto:
         answers = replace(ANSWERS, max_new_tokens=self.settings.max_new_tokens)
         prepare(self.target, str(chosen), self.out / "samples", answers)
         wait_for_first()  # it puts together what all wrote
+        if self.state.answers is None:
+            self.save(replace(self.state, answers=describe_answers(read_samples(self.out / "samples"))))
+        assert self.state.answers is not None
+        self.console.print(self.state.answers.text)
 
     def race(self) -> None:
         """Score the lookups, and train kinds in rungs until one is left or none can win."""
         if not self.state.lookups:
-            lookups = [self.scored(name, name, 0)[0] for name in LOOKUPS]
+            lookups = [self.scored(name, name, 0)[0] for name in decided_by_first(self.rivals)]
             self.save(replace(self.state, lookups=lookups))
         plan = self.state.plan
         while len(self.state.rungs) < plan.num_rungs and self.state.over is None:
@@ -166,6 +173,18 @@ class Auto:
             self.console.print(rung.decision)
             if over:
                 self.console.print(over)
+
+    def rivals(self) -> list[str]:
+        """Return the lookups that are rivals: a vLLM that is timed may lack what one of them needs, and says so."""
+        found = []
+        for name in LOOKUPS:
+            try:
+                if self.engine:
+                    self.costs(name, load_drafter(name, self.target), None)
+                found.append(name)
+            except UserError as error:
+                notice(f"{name} is no rival: {error}")
+        return found
 
     @property
     def plain_speedup(self) -> float:
@@ -194,7 +213,7 @@ class Auto:
         if decided_by_first(lambda: not all(path.is_file() for path in paths)):
             test, plan = self.prompt_set(self.prompts.test), self.state.plan
             options = EvaluationOptions(
-                plan.num_threads, certify=True, minutes=plan.measure_minutes, sample_texts=True, costs=True
+                plan.num_threads, certify=plan.certificates, minutes=plan.measure_minutes, sample_texts=True, costs=True
             )
             evaluate_side_by_side(self.target, names, [test], self.grid(names), self.out / "comparison", options)
 
@@ -228,7 +247,7 @@ class Auto:
         within = fastest_first(within_sla(at_load, self.load.sla))
         self.console.print(f"\nreport: {build_report(self.out / 'comparison')}")
         print_summary(self.out / "comparison", self.console)
-        pays = bool(within) and any(row.pays for row in within[0].results)
+        pays = bool(within) and does_pay(within[0])
         nothing = "nothing pays on this traffic at this load" if within else NONE_KEEPS_SLA
         title = f"the best drafter is {within[0].drafter}" if pays else nothing
         lines = [*sla_lines(at_load, self.load.sla), *self.with_more_time()]
@@ -236,17 +255,37 @@ class Auto:
         self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
         for line in (title, *lines):
             self.console.print(line, soft_wrap=True)
-        if pays:
-            self.export_fastest(within, {evaluation.drafter: evaluation for evaluation in evaluations})
+        paying = self.paying_in_engine(within) if self.engine else [row for row in within if does_pay(row)]
+        if paying:
+            self.export_fastest(paying, {evaluation.drafter: evaluation for evaluation in evaluations})
 
-    def export_fastest(self, fastest: list[Evaluation], at_all_sizes: dict[str, Evaluation]) -> None:
-        """Export the fastest that pays at the load, and that the engine serves; say so where there is none.
+    def paying_in_engine(self, evaluations: list[Evaluation]) -> list[Evaluation]:
+        """Return what is foretold to pay in the engine, the fastest first, and say how fast each of them would be.
+
+        It follows from the acceptance that was measured at the end, and from the engine's own times.
+        """
+        names = {self.drafter_of(score.name, score.steps): score.name for score in self.state.finalists}
+        speedups = {
+            evaluation.drafter: max(
+                self.known_costs(names[evaluation.drafter]).speedup(
+                    row.tokens_a_round, row.setting.draft_length, self.load.batch_size, self.load.context
+                )
+                for row in evaluation.results
+            )
+            for evaluation in evaluations
+        }
+        told = ", ".join(f"{name} {speedup:.2f}×" for name, speedup in speedups.items())
+        self.console.print(f"foretold for {self.settings.check} from its own times: {told}", soft_wrap=True)
+        paying = [evaluation for evaluation in evaluations if speedups[evaluation.drafter] > 1]
+        return sorted(paying, key=lambda evaluation: speedups[evaluation.drafter], reverse=True)
+
+    def export_fastest(self, paying: list[Evaluation], at_all_sizes: dict[str, Evaluation]) -> None:
+        """Export the first of those that pay that the engine serves; say so where there is none.
 
         Where the engine can change draft lengths, what was measured at all batch sizes gives the schedule.
         """
         engine, out = self.settings.engine or "vllm", self.out / "export"
-        served = [evaluation for evaluation in fastest if self.is_exportable(evaluation, engine)]
-        chosen = next((evaluation for evaluation in served if any(row.pays for row in evaluation.results)), None)
+        chosen = next((evaluation for evaluation in paying if self.is_exportable(evaluation, engine)), None)
         if chosen is None:
             self.console.print(f"{engine} serves none of those that pay: nothing is exported")
         elif out.is_dir():
@@ -320,14 +359,26 @@ class Auto:
 
     def costs(self, name: str, drafter: Drafter, num_threads: int | None) -> Costs:
         """Return the costs of rounds with a kind, which are those of a new drafter, too; they are measured once."""
-        path = self.costs_path(name)
-        if not path.is_file():
-            longest = longest_draft(drafter)
+        path, longest = self.costs_path(name), longest_draft(drafter)
+        if path.is_file():
+            return read_typed(Costs, path)
+        if self.engine:
+            costs = self.engine.costs(name, drafter, longest)
+        else:
             context = min(self.load.context, longest_context(self.target, longest))
             reach = CostRange(self.load.batch_size, context, longest, seconds=COST_SECONDS)
             with cpu_threads(num_threads):
-                write_json(path, to_json(measure_costs(self.target, drafter, reach, name)))
-        return read_typed(Costs, path)
+                costs = measure_costs(self.target, drafter, reach, name)
+        write_json(path, to_json(costs))
+        return costs
+
+    @cached_property
+    def engine(self) -> EngineTimes | None:
+        """The engine in which rounds are timed, if one is."""
+        environment = self.settings.timed_engine
+        if environment is None:
+            return None
+        return EngineTimes(environment, self.target, self.prompt_set(self.prompts.racing).token_ids, self.load)
 
     def known_costs(self, name: str) -> Costs:
         """Return the costs of a kind, a lookup or a cascade that has a score."""
@@ -355,6 +406,11 @@ class Auto:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
 
 
+def does_pay(measured: Evaluation) -> bool:
+    """Return whether a drafter was measured to pay at one of its settings."""
+    return any(row.pays for row in measured.results)
+
+
 def wait_for_first() -> None:
     """Wait until the first process has come here, too."""
     decided_by_first(lambda: None)
@@ -374,24 +430,9 @@ def asked(settings: AutoSettings) -> str:
     """Return what a search was asked for, of which nothing may change when it goes on."""
     names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "batch_size", "max_new_tokens", "budget")
     given = [name for name in ("temperature", "sla_ttft_ms", "sla_tpot_ms") if getattr(settings, name) is not None]
+    given += ["check"] if settings.timed_engine else []
     values = {name: getattr(settings, name) for name in (*names, *given)}
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
-
-
-def plan_lines(plan: AutoPlan) -> list[str]:
-    """Return the plan in words."""
-    steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
-    least = plan.least_seconds / 3600
-    too_small = (
-        f"--budget {plan.hours:g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
-        f"{FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
-    )
-    return [
-        *([too_small] if least > plan.hours else []),
-        f"the target answers {plan.num_answers} prompts; a step takes: {steps}",
-        f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
-        f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring",
-    ]
 
 
 def needed_line(needed_rates: dict[str, float | None]) -> str:

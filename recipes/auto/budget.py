@@ -1,12 +1,14 @@
 """The amounts that the time of `draftsmith auto` allows: answers to train on, and training in each rung of the race."""
 
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.inference.measuring.certify import CertifySettings
+from draftsmith.inference.measuring.certify import CertifySettings, certify
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Depth, checked
@@ -27,7 +29,10 @@ ANSWER_SHARE, RACE_SHARE, FINAL_SHARE, MEASURE_SHARE = 0.15, 0.35, 0.25, 0.17  #
 SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
-CERTIFIED, SAMPLED_MODES = 3, 8  # drafters with a certificate, and modes of all of them: four of one that samples
+# The certificates of the winner, a cascade and two lookups. That of one lookup takes a share of a trial of this size.
+CERTIFICATES = 6.0  # times that of a lookup, as a winner is verified in more modes
+TRIAL, WHOLE = CertifySettings(num_prompts=4, num_texts=16), CertifySettings(num_prompts=MOST)
+FEWEST_TEXTS = 64  # sampled in each mode; greedily a quarter of them is decoded
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class AutoPlan:
     stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
     rung_seconds: float  # of training in each rung of the race
     final_seconds: float  # of training the winner
+    certificates: CertifySettings  # the texts that certify at the end that drafters are lossless
     measure_minutes: float  # of measuring at the end
     target_is_small: bool  # so that it takes the quickstart's recipes
     least_seconds: float = 0.0  # about, that the fewest answers and steps take
@@ -99,7 +105,7 @@ def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     samples, batch_seconds = timed_samples(plain, first)
     answer_seconds = batch_seconds / len(first)
-    num_threads, per_token = fastest_num_threads(plain, first[:TIMED_PROMPTS])
+    num_threads, _ = fastest_num_threads(plain, first[:TIMED_PROMPTS])
     recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
@@ -110,7 +116,7 @@ def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter
         kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
         for kind, step in times.items()
     }
-    certificates = certificate_seconds(per_token, answer_seconds / ANSWERS.max_new_tokens)
+    certificates, certificate_seconds = affordable_certificates(target, first, 2 / 3 * MEASURE_SHARE * seconds)
     return AutoPlan(
         target=target.name,
         hours=hours,
@@ -120,20 +126,41 @@ def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter
         stored_layers=layers if in_store else None,
         rung_seconds=RACE_SHARE * seconds / num_rungs(len(drafters)),
         final_seconds=FINAL_SHARE * seconds,
-        measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificates) / 60,
+        certificates=certificates,
+        measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificate_seconds) / 60,
         target_is_small=small,
         least_seconds=len(first) * (answer_seconds + feature_seconds)
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
 
 
-def certificate_seconds(alone: float, in_batch: float) -> float:
-    """Return about what the certificates of the winner and two lookups take, from the seconds of a token.
+def affordable_certificates(target: Target, prompts: list[Prompt], seconds: float) -> tuple[CertifySettings, float]:
+    """Return the size of the certificates that a time allows at the end, within limits, and about what they take.
 
-    A token takes `alone` seconds in plain decoding of one prompt, and `in_batch` in a full batch. Greedy text is
-    decoded alone and again with the drafter, which is taken to be as fast, for each of two batch sizes; sampled text in
-    each mode of verification.
+    A small certificate of a lookup is made, and timed. Larger ones take longer in proportion.
     """
-    settings = CertifySettings()
-    greedy = CERTIFIED * 4 * MOST * settings.max_new_tokens * alone
-    return greedy + SAMPLED_MODES * settings.num_texts * settings.max_new_tokens * in_batch
+    token_ids = [tokenise(prompt, target) for prompt in prompts]
+    begin = time.perf_counter()
+    certify(target, load_drafter("ngram", target), token_ids, TRIAL)
+    whole = CERTIFICATES * (time.perf_counter() - begin) * WHOLE.num_texts / TRIAL.num_texts
+    share = min(1.0, seconds / whole)
+    num_texts = max(FEWEST_TEXTS, int(share * WHOLE.num_texts))
+    num_prompts = num_texts * MOST // WHOLE.num_texts
+    return CertifySettings(num_prompts=num_prompts, num_texts=num_texts), whole * num_texts / WHOLE.num_texts
+
+
+def plan_lines(plan: AutoPlan) -> list[str]:
+    """Return the plan in words."""
+    steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
+    least = plan.least_seconds / 3600
+    too_small = (
+        f"--budget {plan.hours:g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
+        f"{FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
+    )
+    return [
+        *([too_small] if least > plan.hours else []),
+        f"the target answers {plan.num_answers} prompts; a step takes: {steps}",
+        f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
+        f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring, "
+        f"and certificates of {plan.certificates.num_texts} sampled texts",
+    ]

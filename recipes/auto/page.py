@@ -96,8 +96,8 @@ def plan(state: AutoState) -> Section:
         f"{state.plan.hours:g} hours: {state.plan.num_answers} answers of the target, {state.plan.num_rungs} rungs of "
         f"{state.plan.rung_seconds / 60:.1f} minutes, {state.plan.final_seconds / 60:.1f} minutes for the winner."
     )
-    traffic = state.traffic.text
-    notes = [f"{traffic[:1].upper()}{traffic[1:]}."]
+    summaries = [summary.text for summary in (state.traffic, state.answers) if summary]
+    notes = [f"{text[:1].upper()}{text[1:]}." for text in summaries]
     return Section(
         "plan",
         "The plan",

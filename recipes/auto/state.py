@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from draftsmith.recipes.auto.budget import AutoPlan
 from draftsmith.recipes.auto.race import Rung
 from draftsmith.recipes.auto.score import Score
-from draftsmith.recipes.auto.traffic import TrafficSummary
+from draftsmith.recipes.auto.traffic import AnswerSummary, TrafficSummary
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class AutoState:
     needed_rates: dict[str, float | None]  # acceptance rate from which on a kind pays, as `needed_rate` gives it
     lookups: list[Score]
     rungs: list[Rung]
+    answers: AnswerSummary | None = None
     over: str | None = None  # why the race ended before the last rung
     final: Score | None = None  # the winner after its last training
     cascade: Score | None = None  # the better lookup before the winner

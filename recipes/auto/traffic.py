@@ -1,4 +1,4 @@
-"""The user's prompts: personal data masked, divided once and for all, and described."""
+"""The user's prompts: personal data masked, divided once and for all, and described, as are the target's answers."""
 
 import re
 import statistics
@@ -14,12 +14,14 @@ from draftsmith.data.progress import notice
 from draftsmith.data.prompts.checks import check_bos, check_not_rendered, check_token_ids
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
 from draftsmith.data.prompts.prompts import read_unique, tokenise
-from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts, write_prompts
+from draftsmith.data.prompts.splits import deduplicate, opening_hash, prompt_hash, split_prompts, write_prompts
+from draftsmith.data.samples.sample import Sample
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.bench.server_logs import LoggedRequest, read_log
 
 HELD_OUT_SHARE = 0.2  # of the prompts, half of which race and half of which tell the result
+NEWEST_SHARE = 0.1  # of a log, which tells the result
 FEWEST = 8  # prompts for each of the two
 MOST = 64
 # Patterns of personal data, and what is written in their place.
@@ -68,6 +70,40 @@ class TrafficSummary:
 
 
 @dataclass(frozen=True)
+class AnswerSummary:
+    """A description of what the target wrote to the prompts that are trained on."""
+
+    num_answers: int
+    mean_tokens: float  # of an answer
+    cut: float  # share of the samples whose last answer the limit of its tokens ended
+    shares: dict[str, float]  # of the tokens, by what they are part of: "answer", "thinking", "tool_call"
+
+    @property
+    def text(self) -> str:
+        parts = {"thinking": "thinking", "tool_call": "tool calls"}
+        shares = "".join(f", {self.shares.get(label, 0.0):.0%} {name}" for label, name in parts.items())
+        return (
+            f"{self.num_answers} answers of {self.mean_tokens:.0f} tokens on the mean{shares}; {self.cut:.0%} are cut"
+        )
+
+
+def describe_answers(samples: Iterable[Sample]) -> AnswerSummary:
+    """Return a description of the answers in samples, of which there is one at least."""
+    tokens: Counter[str] = Counter()
+    num_answers = num_samples = num_cut = 0
+    for sample in samples:
+        num_samples += 1
+        num_cut += sample.finish_reason == "length"
+        answers = [span for i, span in enumerate(sample.spans) if not i or sample.spans[i - 1].end < span.start]
+        num_answers += len(answers)
+        for span in sample.spans:
+            tokens[span.label] += span.end - span.start
+    total = tokens.total()
+    shares = {label: number / total for label, number in tokens.most_common()}
+    return AnswerSummary(num_answers, total / num_answers, num_cut / num_samples, shares)
+
+
+@dataclass(frozen=True)
 class DividedPrompts:
     """The files of prompts: to train on, to race on, and to test the result on, which nothing sees before."""
 
@@ -98,42 +134,43 @@ def longest_prompt(target: Target, max_new_tokens: int) -> int:
 
 
 def divide(source: str, target: Target, longest: int, keeps_personal: bool, divided: DividedPrompts) -> TrafficSummary:
-    """Write the prompts of a source in three parts that share none, by their beginnings alone, and describe them.
+    """Write the prompts of a source in three parts, none of which begin alike, and describe them.
 
     Prompts that cannot be answered here, and those of more than `longest` tokens, are left out. Raises `UserError`
     where too few are left.
     """
     logged = read_log(Path(source)) if is_log(source) else []
-    unique = deduplicate(logged_prompts(logged, source)) if logged else read_unique(source, False, BadRows(0.0))
-    split = split_prompts(unique, HELD_OUT_SHARE) if len(unique) >= 2 * FEWEST else Split(unique, [])
-    masked = {id(prompt) for part in (split.train, split.held_out) for prompt in part if mask(prompt) != prompt}
+    if logged:
+        parts = parts_of_log(deduplicate(logged_prompts(logged, source)))
+    else:
+        parts = parts_by_hash(read_unique(source, False, BadRows(0.0)))
+    num_masked = sum(mask(prompt) != prompt for part in parts for prompt in part)
     kept: list[list[Prompt]] = []
     lengths: list[int] = []
     unfit: list[str] = []
     num_too_long = 0
-    for part in (split.train, split.held_out):
+    for part in parts:
         encoded, reasons = encode_fitting(part, target)
         fitting = [(prompt, ids) for prompt, ids in encoded if len(ids) <= longest]
         unfit += reasons
         num_too_long += len(encoded) - len(fitting)
         lengths += [len(ids) for _, ids in fitting]
         kept.append([prompt if keeps_personal else mask(prompt) for prompt, _ in fitting])
-    training, held_out = kept
-    held_out.sort(key=prompt_hash)
-    racing, test = held_out[: 2 * MOST : 2], held_out[1 : 2 * MOST : 2]
+    training = kept[0]
+    racing, test = (sorted(part, key=prompt_hash)[:MOST] for part in kept[1:])
+    everything = [prompt for part in kept for prompt in part]
     if min(len(racing), len(test)) < FEWEST:
         left_out = why_left_out(num_too_long, unfit, longest, target)
         beside = f", beside {left_out}," if left_out else ""
         raise UserError(
-            f"--traffic {source}: {len(training) + len(held_out)} different prompts{beside} are too few to "
-            f"hold {2 * FEWEST} out: give about {round(2 * FEWEST / HELD_OUT_SHARE)} or more"
+            f"--traffic {source}: {len(everything)} different prompts{beside} are too few to hold {2 * FEWEST} out: "
+            f"give about {round(2 * FEWEST / HELD_OUT_SHARE)} or more"
         )
     for path, prompts in ((divided.training, training), (divided.racing, racing), (divided.test, test)):
         write_prompts(path, prompts)
-    everything = [*training, *held_out]
     return TrafficSummary(
         num_prompts=len(everything),
-        num_masked=0 if keeps_personal else len(masked),
+        num_masked=0 if keeps_personal else num_masked,
         num_too_long=num_too_long,
         num_training=len(training),
         num_racing=len(racing),
@@ -147,6 +184,30 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
         temperature=median_temperature(logged),
         requests_per_second=arrival_rate(logged),
     )
+
+
+def parts_by_hash(unique: list[Prompt]) -> list[list[Prompt]]:
+    """Return prompts to train on, to race on and to test on, divided by their beginnings alone."""
+    if len(unique) < 2 * FEWEST:
+        return [unique, [], []]
+    outer = split_prompts(unique, HELD_OUT_SHARE)
+    if len(outer.held_out) < 2 * FEWEST:
+        return [outer.train, outer.held_out, []]
+    inner = split_prompts(outer.held_out, HELD_OUT_SHARE / 2)
+    return [outer.train, inner.train, inner.held_out]
+
+
+def parts_of_log(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """Return prompts to train on, to race on and to test on, of which the last came after all others.
+
+    For a drafter serves what comes after its training. Newest prompts that begin as older ones did are left out.
+    """
+    if len(prompts) < 2 * FEWEST:
+        return [prompts, [], []]
+    num_older = int((1 - NEWEST_SHARE) * len(prompts))
+    older, newest = prompts[:num_older], prompts[num_older:]
+    split, begun = split_prompts(older, HELD_OUT_SHARE / 2), set(map(opening_hash, older))
+    return [split.train, split.held_out, [prompt for prompt in newest if opening_hash(prompt) not in begun]]
 
 
 def why_left_out(num_too_long: int, unfit: list[str], longest: int, target: Target) -> str:

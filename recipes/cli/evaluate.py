@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.data.processes import device_of_process
+from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
@@ -30,8 +31,9 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     target = load_target(settings.target, device, settings.chat_template_kwargs)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
+    certificate = CertifySettings() if settings.certify else None
     options = EvaluationOptions(
-        settings.num_threads, settings.certify, settings.baseline, minutes, sample_texts=True, costs=True
+        settings.num_threads, certificate, settings.baseline, minutes, sample_texts=True, costs=True
     )
     evaluations = evaluate_side_by_side(target, list(settings.drafter), prompt_sets, grid, settings.out, options)
     if not evaluations:  # of several processes this is not the first

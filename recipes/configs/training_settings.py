@@ -94,12 +94,21 @@ class AutoSettings(OfKinds):
     max_new_tokens: TwoOrMore = option(DECODING, "longest answer, in tokens", 128, "N")
     budget: Hours = option(MEASURING, "hours for everything", 1.0, "HOURS")
     check: Name | None = option(
-        MEASURING, "let this vLLM decode what is exported: its venv or URL", None, "VENV_OR_URL"
+        MEASURING,
+        "let this vLLM decode what is exported: its venv, which tells costs, too, or URL",
+        None,
+        "VENV_OR_URL",
     )
     sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
     sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
     dry_run: bool = option(MEASURING, "say what the time allows, and train nothing", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    @property
+    def timed_engine(self) -> Path | None:
+        """The environment of the vLLM in which rounds are timed; None where they are timed in the bundled decoder."""
+        is_timed = self.engine == "vllm" and self.check and not self.check.startswith("http")
+        return Path(str(self.check)) if is_timed else None
 
     def family_of(self, kind: str) -> str:
         return kind.partition("@")[0]

@@ -17,7 +17,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.data.prompts.checks import notice_other_target
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
-from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks
+from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks, plain_texts
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
@@ -42,7 +42,7 @@ class EvaluationOptions:
     """The options of an evaluation of several drafters, besides what it measures."""
 
     num_threads: int | None = None  # of the CPU; None leaves torch's
-    certify: bool = False  # add a certificate of losslessness for every drafter
+    certify: CertifySettings | None = None  # add a certificate of losslessness for every drafter
     baselines: tuple[str, ...] = ()  # of transformers, at batch size 1
     minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
     sample_texts: bool = False  # write samples.json
@@ -93,7 +93,7 @@ def evaluate_side_by_side(
         ]
         evaluations = with_diagnoses(evaluations, list(drafters.values()), target, prompt_sets)
         if options.certify:
-            evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], progress)
+            evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], options.certify, progress)
     texts, costs = None, {}
     if options.sample_texts:
         leader = report_data_of(evaluations).leader[0].evaluation.drafter
@@ -229,14 +229,21 @@ class Timer:
 
 
 def with_certificates(
-    evaluations: list[Evaluation], drafters: dict[str, Drafter], target: Target, prompts: PromptSet, progress: Progress
+    evaluations: list[Evaluation],
+    drafters: dict[str, Drafter],
+    target: Target,
+    prompts: PromptSet,
+    settings: CertifySettings,
+    progress: Progress,
 ) -> list[Evaluation]:
     """Return evaluations with a certificate for every drafter that drafts."""
     drafting = {name: drafter for name, drafter in drafters.items() if drafter.kind != "none"}
     task = progress.add_task("certifying", total=sum(map(num_checks, drafting.values())), detail="")
-    settings = CertifySettings()
+    expected = plain_texts(target, prompts.token_ids, settings)
     certificates = {
-        name: certify(target, drafter, prompts.token_ids, settings, on_progress=lambda: progress.advance(task))
+        name: certify(
+            target, drafter, prompts.token_ids, settings, expected, on_progress=lambda: progress.advance(task)
+        )
         for name, drafter in drafting.items()
     }
     return [replace(evaluation, certificate=certificates.get(evaluation.drafter)) for evaluation in evaluations]

@@ -18,7 +18,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, DynamicTree
 from draftsmith.recipes.pages.tables import Row, for_terminal, table_of
 from draftsmith.recipes.serving.engine_speed import EngineSpeed, engine_speed
-from draftsmith.recipes.serving.vllm_run import EngineRun, SpeculativeConfig, run_address, run_environment
+from draftsmith.recipes.serving.vllm_run import EngineJob, EngineRun, SpeculativeConfig, run_address, run_environment
 from draftsmith.train.engine.vllm_counters import Counters
 
 TOLERANCE = 0.02  # largest relative difference of mean acceptance lengths that counts as agreement
@@ -101,7 +101,8 @@ def check_engine(
     if engine.startswith("http"):
         run = run_address(engine, target, prompts, max_new_tokens)
     else:
-        run = run_environment(Path(engine), speculative, target, prompts, max_new_tokens, is_timed=is_timed)
+        job = EngineJob(prompts, max_new_tokens, timed=[[prompt] for prompt in prompts] if is_timed else [])
+        run = run_environment(Path(engine), speculative, target, job)
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
     texts = compare_outputs(target, prompts, output.token_ids, run.token_ids)
@@ -142,7 +143,8 @@ def add_speed(
     report: EngineReport, environment: Path, target: Target, prompts: list[list[int]], max_new_tokens: int
 ) -> EngineReport:
     """Return a timed report with the engine's speed, for which the environment decodes without the drafter too."""
-    plain = run_environment(environment, None, target, prompts, max_new_tokens, is_timed=True)
+    job = EngineJob(prompts, max_new_tokens, timed=[[prompt] for prompt in prompts])
+    plain = run_environment(environment, None, target, job)
     return replace(report, speed=engine_speed(plain.timed, report.engine.timed, report.stats))
 
 

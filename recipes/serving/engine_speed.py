@@ -14,12 +14,24 @@ from draftsmith.inference.decoding.decoder import OutputStats
 
 
 @dataclass(frozen=True)
-class TimedRequest:
-    """The time that an engine took for a request that it decoded alone, after its first token."""
+class TimedBatch:
+    """The time that an engine took for requests that it decoded together, after their first tokens."""
 
-    seconds: float
+    num_requests: int
+    seconds: float  # of a request, on the mean
     num_tokens: int
-    num_drafts: int  # 0 without a drafter
+    num_drafts: int = 0  # 0 without a drafter
+    num_accepted_tokens: int = 0
+
+    @property
+    def round_ms(self) -> float:
+        """Milliseconds of a step of the engine: a round, or a plain step.
+
+        A drafter drafts in each step of a request. A lookup does not, and then the tokens tell the steps: each brings
+        one beside those that are accepted.
+        """
+        num_steps = max(self.num_drafts, self.num_tokens - self.num_accepted_tokens)
+        return 1000 * self.seconds * self.num_requests / num_steps
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,8 @@ class EngineSpeed:
         )
 
 
-def engine_speed(plain: list[TimedRequest], drafted: list[TimedRequest], ours: OutputStats) -> EngineSpeed | None:
-    """Return the speed from the same prompts without and with the drafter, and as draftsmith decoded them.
+def engine_speed(plain: list[TimedBatch], drafted: list[TimedBatch], ours: OutputStats) -> EngineSpeed | None:
+    """Return the speed from the same prompts, each alone, without and with the drafter, and as draftsmith decoded them.
 
     Returns None where there are too few prompts, or too short answers, to time.
     """
@@ -71,6 +83,6 @@ def engine_speed(plain: list[TimedRequest], drafted: list[TimedRequest], ours: O
     )
 
 
-def seconds_per_token(requests: list[TimedRequest]) -> float:
+def seconds_per_token(requests: list[TimedBatch]) -> float:
     """Return the mean time of a token after the first."""
     return sum(request.seconds for request in requests) / sum(request.num_tokens for request in requests)

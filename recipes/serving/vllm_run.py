@@ -14,7 +14,7 @@ from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.storage.files import real_path
 from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.typed_json import optional, to_json
-from draftsmith.recipes.serving.engine_speed import TimedRequest
+from draftsmith.recipes.serving.engine_speed import TimedBatch
 from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters, read_counters, read_version
 
@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",  # modules of this folder are not what vLLM means by their names
 }
+SPARE = 16  # tokens of the context beyond prompts and answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,23 @@ class SpeculativeConfig:
         return json.dumps(to_json(self))
 
 
+@dataclass(frozen=True)
+class EngineJob:
+    """The prompts that an engine decodes at once, which is counted, and batches that it decodes then, each timed."""
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    temperature: float = 0.0
+    stops_at_eos: bool = True
+    timed: list[list[list[int]]] = field(default_factory=list)  # batches of prompts
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt with its answer."""
+        batches = [self.prompts, *self.timed]
+        return max(len(prompt) for batch in batches for prompt in batch) + self.max_new_tokens
+
+
 @dataclass
 class EngineRun:
     """The texts that an engine generated for the prompts, and what it counted meanwhile."""
@@ -52,48 +70,43 @@ class EngineRun:
     version: str
     token_ids: list[list[int]]
     counters: Counters
-    timed: list[TimedRequest] = field(default_factory=list)  # the prompts again, one by one, where that was asked for
+    timed: list[TimedBatch] = field(default_factory=list)
 
 
 def run_environment(
-    folder: Path,
-    speculative: SpeculativeConfig | None,
-    target: Target,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    plugins: Path | None = None,
-    temperature: float = 0.0,
-    is_timed: bool = False,
+    folder: Path, speculative: SpeculativeConfig | None, target: Target, job: EngineJob, plugins: Path | None = None
 ) -> EngineRun:
     """Decode with the vLLM of a virtual environment, in the target's precision. `speculative` None: without a drafter.
 
-    It decodes all prompts at once, which is counted; if `is_timed`, then each of them alone, which is timed. `plugins`:
-    a folder from which vLLM imports what `speculative` names. Raises `UserError` where there is no vLLM, or where it
-    fails.
+    `plugins`: a folder from which vLLM imports what `speculative` names. Raises `UserError` where there is no vLLM, or
+    where it fails.
     """
     python = folder / "bin" / "python"
     if not python.is_file():
         raise UserError(f"--check {folder}: no bin/python there: give an environment with vLLM, or an http address")
-    longest = max(map(len, prompts)) + max_new_tokens + 16
-    job = {
+    content = {
         "llm": {
             "model": str(real_path(Path(target.name))) if Path(target.name).is_dir() else target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "max_model_len": min(longest, target.context),
+            "max_model_len": min(job.longest + SPARE, target.context),
             "enforce_eager": True,
             "seed": 0,
             "speculative_config": to_json(speculative),
         },
-        "sampling": {"temperature": temperature, "max_tokens": max_new_tokens},
-        "prompts": prompts,
-        "is_timed": is_timed,
+        "sampling": {
+            "temperature": job.temperature,
+            "max_tokens": job.max_new_tokens,
+            "ignore_eos": not job.stops_at_eos,
+        },
+        "prompts": job.prompts,
+        "timed": job.timed,
     }
     variables = vllm_environment()
     if plugins:
         variables["PYTHONPATH"] = str(real_path(plugins))
     with tempfile.TemporaryDirectory() as temporary:
         asked, answer = Path(temporary) / "job.json", Path(temporary) / "run.json"
-        asked.write_text(json.dumps(job))
+        asked.write_text(json.dumps(content))
         command = [str(python), str(SCRIPT), str(asked), str(answer)]
         process = subprocess.run(command, env=variables, capture_output=True, text=True)
         if process.returncode:

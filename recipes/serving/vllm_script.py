@@ -5,7 +5,7 @@ Runs under the interpreter of an environment that has vLLM, which need not have 
     VENV/bin/python vllm_script.py JOB.json RUN.json
 
 JOB.json holds `llm` (keyword arguments of vllm.LLM), `sampling` (of vllm.SamplingParams), `prompts` (token ids), and
-whether each prompt is decoded again alone and timed (`is_timed`).
+batches of prompts that are decoded after them and timed (`timed`).
 RUN.json gets the fields of `EngineRun` in vllm_run.py.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
         "version": f"vLLM {vllm.__version__}",
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "counters": counters(llm),
-        "timed": [timed(llm, prompt, sampling) for prompt in job["prompts"]] if job["is_timed"] else [],
+        "timed": [timed(llm, batch, sampling) for batch in job["timed"]],
     }
     Path(sys.argv[2]).write_text(json.dumps(run))
 
@@ -52,14 +52,17 @@ def counters(llm: Any) -> dict[str, Any]:
     }
 
 
-def timed(llm: Any, prompt: list[int], sampling: Any) -> dict[str, float]:
-    """Return what one request took after its first token, by the engine's own clock."""
-    before = counters(llm).get("num_drafts", 0)
-    metrics = generate(llm, [prompt], sampling)[0].metrics
+def timed(llm: Any, prompts: list[list[int]], sampling: Any) -> dict[str, float]:
+    """Return what a batch took after its first tokens, by the engine's own clock: the mean of its requests."""
+    before = counters(llm)
+    metrics = [output.metrics for output in generate(llm, prompts, sampling)]
+    after = counters(llm)
     return {
-        "seconds": metrics.last_token_ts - metrics.first_token_ts,
-        "num_tokens": metrics.num_generation_tokens - 1,
-        "num_drafts": counters(llm).get("num_drafts", 0) - before,
+        "num_requests": len(prompts),
+        "seconds": sum(each.last_token_ts - each.first_token_ts for each in metrics) / len(prompts),
+        "num_tokens": sum(each.num_generation_tokens - 1 for each in metrics),
+        "num_drafts": after.get("num_drafts", 0) - before.get("num_drafts", 0),
+        "num_accepted_tokens": after.get("num_accepted_tokens", 0) - before.get("num_accepted_tokens", 0),
     }
 
 

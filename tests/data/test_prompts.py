@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from chats import FAMILIES, chat_target
 
+from draftsmith.data.progress import notice_once
 from draftsmith.data.prompts.conversations import opened_chat
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import check_lengths, encode_prompts, read_prompt_set, read_prompts
@@ -288,9 +289,11 @@ def test_an_answer_may_begin_with_a_thought() -> None:
     assert encode_prompts([Prompt(messages=messages)], CHATS["qwen3"])
 
 
-def test_bare_texts_for_a_target_that_chats_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bare_texts_for_a_target_that_chats_are_mentioned_once(capsys: pytest.CaptureFixture[str]) -> None:
+    notice_once.cache_clear()
     encode_prompts([Prompt("hot?"), Prompt(messages=MESSAGES)], CHATS["chatml"])
     assert "1 of 2 prompts are bare texts" in capsys.readouterr().err
+    encode_prompts([Prompt("cold?"), Prompt(messages=MESSAGES)], CHATS["chatml"])
     encode_prompts([Prompt(messages=MESSAGES)], CHATS["chatml"])
     assert not capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from reports import TEMPERATURES, evaluation, result
 
+from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.inference.measuring.results import Evaluation, upgraded
 from draftsmith.models.storage.typed_json import from_json
 from draftsmith.recipes.auto.budget import AutoPlan
@@ -62,7 +63,12 @@ def search() -> AutoState:
             temperature=0.7,
             requests_per_second=3.2,
         ),
-        plan=AutoPlan(TARGET, 8.0, 40_000, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0, 60.0, False),
+        plan=AutoPlan(
+            *(TARGET, 8.0, 40_000, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0),
+            certificates=CertifySettings(),
+            measure_minutes=60.0,
+            target_is_small=False,
+        ),
         needed_rates={"eagle3": 0.35, "hydra": None},
         lookups=[score("ngram", 0, 1.1), score("suffix", 0, 1.2)],
         rungs=[Rung(contenders, ["eagle3", "hydra"], decision)],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import FAMILIES, chat_target
 from disk_faults import contents, recorded_changes, restore
 from reports import typed_result
 from rich.console import Console
@@ -19,8 +20,10 @@ from safetensors.torch import load_file, save_file
 import draftsmith.recipes
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles, read_evaluation
+from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Target
@@ -42,7 +45,15 @@ from draftsmith.recipes.auto.score import (
 )
 from draftsmith.recipes.auto.service_level import fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
-from draftsmith.recipes.auto.traffic import FEWEST, DividedPrompts, divide, mask, masked_text
+from draftsmith.recipes.auto.traffic import (
+    FEWEST,
+    AnswerSummary,
+    DividedPrompts,
+    describe_answers,
+    divide,
+    mask,
+    masked_text,
+)
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.quickstart.budget import StepTime
@@ -107,6 +118,37 @@ def test_a_log_tells_temperature_and_rate(tiny_target: Target, tmp_path: Path) -
     assert (traffic.temperature, traffic.requests_per_second) == (0.5, 1.0)
     assert traffic.scripts == {"Latin": 0.75, "Cyrillic": 0.25}
     assert "letters: Latin 75%, Cyrillic 25%; 1 requests a second; temperature 0.5)" in traffic.text
+
+
+def test_what_came_last_in_a_log_tells_the_result(tmp_path: Path) -> None:
+    """A conversation that goes on in the newest tenth is left out of the test: its beginning was trained on."""
+    starts = [*range(180), *range(100, 110), *range(180, 190)]
+    rows = [json.dumps({"messages": [{"role": "user", "content": f"strike {i}"}]}) for i in starts]
+    rows[180:190] = [
+        json.dumps({"messages": [{"role": "user", "content": f"strike {i}"}, {"role": "user", "content": "again"}]})
+        for i in starts[180:190]
+    ]
+    log = tmp_path / "server.log"
+    log.write_text("".join(f"DEBUG 12-31 10:00:00 [logger.py:1] Request N/A JSON body: {row}\n" for row in rows))
+    divided = DividedPrompts(tmp_path / "prompts")
+    traffic = divide(str(log), chat_target(FAMILIES["chatml"]), 100, False, divided)
+    tested = {prompt.messages[0]["content"] for prompt in read_prompts(divided.test) if prompt.messages}
+    assert tested == {f"strike {i}" for i in range(180, 190)}
+    earlier = read_prompts(divided.training) + read_prompts(divided.racing)
+    assert {prompt.messages[0]["content"] for prompt in earlier if prompt.messages} == {
+        f"strike {i}" for i in range(180)
+    }
+    assert (traffic.num_prompts, traffic.num_test) == (190, 10)
+
+
+def test_answers_are_described() -> None:
+    """Two samples: one of two answers of 4 and 6 tokens, the first of which begins with thinking; one that is cut."""
+    thought = Sample(list(range(20)), [Span(2, 5, "thinking"), Span(5, 6), Span(10, 16)], "eos")
+    cut = Sample(list(range(20)), [Span(10, 20)])
+    assert describe_answers([thought, cut]) == AnswerSummary(3, 20 / 3, 0.5, {"answer": 0.85, "thinking": 0.15})
+    assert (
+        describe_answers([cut]).text == "1 answers of 10 tokens on the mean, 0% thinking, 0% tool calls; 100% are cut"
+    )
 
 
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
@@ -329,7 +371,7 @@ def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch:
 
 def test_an_sla_that_nothing_keeps_ends_the_race(settings: AutoSettings, tmp_path: Path) -> None:
     """A microsecond a token: nothing is trained beyond the first rung, and nothing is exported."""
-    settings = replace(settings, sla_tpot_ms=0.001, traffic=str(write_traffic(tmp_path, 240)))
+    settings = replace(settings, sla_tpot_ms=0.001, traffic=str(write_traffic(tmp_path, 300)))
     text = run(settings)
     state = read_sealed(AutoState, settings.out / "auto.json", "")
     assert [score.within_sla for score in state.lookups] == [0.0, 0.0]

@@ -40,17 +40,20 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.training_free.ngram import Ngram, NgramConfig
+from draftsmith.recipes.auto.engine_costs import EngineTimes
+from draftsmith.recipes.auto.score import ServingLoad
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, RANDOM, REFUSED
 from draftsmith.recipes.engine_rules.layout_check import tensor_problems
 from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES
+from draftsmith.recipes.quickstart.budget import new_drafter
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.serving.engine_check import EngineReport, check_engine, counted_until_end, print_reports
 from draftsmith.recipes.serving.export import export_checkpoint
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
 from draftsmith.recipes.serving.serve_commands import plugin_config, serve_command, speculative_config
-from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, SpeculativeConfig, run_environment
+from draftsmith.recipes.serving.vllm_run import ENVIRONMENT, EngineJob, SpeculativeConfig, run_environment
 from draftsmith.recipes.watching import watch
 from draftsmith.train import train
 from draftsmith.train.engine.vllm_counters import MEND, Counters, read_counters
@@ -175,7 +178,7 @@ def test_sampled_texts_are_the_targets_and_as_many_tokens_are_accepted(
     """
     prompts = held_out * 4
     settings = speculative_config(kind, str(served(kind)), 4)
-    run = run_environment(venv, settings, target, prompts, MAX_NEW_TOKENS, MENDED, temperature=1.0)
+    run = run_environment(venv, settings, target, EngineJob(prompts, MAX_NEW_TOKENS, temperature=1.0), MENDED)
     assert texts_check(target, prompts, run.token_ids, Sampling(1.0)).p_value > 1e-4
     assert texts_check(target, prompts, run.token_ids, Sampling(0.9)).p_value < 1e-4
     decoder = SpeculativeDecoder(target, load_drafter(served(kind), target))
@@ -425,15 +428,26 @@ def test_vllms_suffixes_write_our_text(venv: Path, target: Target, held_out: lis
     if not list(venv.glob("lib/*/site-packages/arctic_inference")):
         pytest.skip("this vLLM has no arctic-inference")
     plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out, MAX_NEW_TOKENS)
-    run = run_environment(venv, speculative_config("suffix", "", 4), target, held_out, MAX_NEW_TOKENS)
+    run = run_environment(venv, speculative_config("suffix", "", 4), target, EngineJob(held_out, MAX_NEW_TOKENS))
     print(f"suffix: {run.counters}")
     assert compare_outputs(target, held_out, plain.token_ids, run.token_ids).divergences == 0
     assert len(held_out) < run.counters.num_accepted_tokens < run.counters.num_draft_tokens
 
 
+def test_vllm_tells_what_its_rounds_cost(venv: Path, target: Target, held_out: list[list[int]]) -> None:
+    """Eight small steps of a drafter take longer than one, and one longer than none, alone and two at a time."""
+    drafter = new_drafter(RECIPES["quickstart_eagle3"](), target)
+    costs = EngineTimes(venv, target, held_out, ServingLoad(2, 100)).costs("eagle3", drafter, 8)
+    print([(row.draft_length, row.batch, row.round_ms) for row in costs.fitted_on])
+    measured = {(row.batch, row.draft_length): row.round_ms for row in costs.fitted_on}
+    for batch in (1, 2):
+        assert 0 < measured[batch, 0] < measured[batch, 1] < measured[batch, 8]
+        assert costs.break_even(8, batch, 100) > costs.break_even(1, batch, 100) > 1
+
+
 def test_plain_vllm_writes_our_text(venv: Path, target: Target, held_out: list[list[int]]) -> None:
     """Without any drafter: what differs with one is then the drafter's doing."""
-    run = run_environment(venv, None, target, held_out[:20], MAX_NEW_TOKENS)
+    run = run_environment(venv, None, target, EngineJob(held_out[:20], MAX_NEW_TOKENS))
     plain = SpeculativeDecoder(target, load_drafter("none", target)).generate(held_out[:20], MAX_NEW_TOKENS)
     assert run.counters == Counters()
     assert compare_outputs(target, held_out[:20], plain.token_ids, run.token_ids).divergences == 0
@@ -468,7 +482,7 @@ def test_medusa_as_a_plug_in(
     """What newer vLLMs need for Medusa heads, in the one that has heads of its own too."""
     out = served("medusa")
     ours = SpeculativeDecoder(target, load_drafter(out, target)).generate(held_out, MAX_NEW_TOKENS, draft_length=4)
-    run = run_environment(venv, plugin_config(4), target, held_out, MAX_NEW_TOKENS, plugins=out)
+    run = run_environment(venv, plugin_config(4), target, EngineJob(held_out, MAX_NEW_TOKENS), out)
     assert compare_outputs(target, held_out, ours.token_ids, run.token_ids).divergences == 0
     expected = ours.stats.total.mean_acceptance_length
     assert run.counters.mean_acceptance_length == pytest.approx(expected, rel=0.02)

@@ -27,7 +27,7 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.serving import export_command
 from draftsmith.recipes.serving.engine_check import EngineReport, add_speed, check_engine
-from draftsmith.recipes.serving.engine_speed import TimedRequest, engine_speed
+from draftsmith.recipes.serving.engine_speed import TimedBatch, engine_speed
 from draftsmith.recipes.serving.export import Exported, export_checkpoint
 from draftsmith.recipes.serving.export_command import export
 from draftsmith.recipes.serving.model_card import (
@@ -39,7 +39,7 @@ from draftsmith.recipes.serving.model_card import (
     write_card,
 )
 from draftsmith.recipes.serving.serve_commands import write_scripts
-from draftsmith.recipes.serving.vllm_run import EngineRun, SpeculativeConfig, run_environment
+from draftsmith.recipes.serving.vllm_run import EngineJob, EngineRun, SpeculativeConfig, run_environment
 from draftsmith.recipes.watching.reference import read_reference
 from draftsmith.train.engine.engine_errors import root_cause
 from draftsmith.train.engine.vllm_counters import Counters
@@ -342,7 +342,7 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
             "num_accepted_tokens": total.num_accepted_tokens if change != "counters" else 0,
             "accepted_per_position": [1, 0],
         },
-        "timed": [{"seconds": 0.02, "num_tokens": 10, "num_drafts": 5}] * len(prompts),
+        "timed": [{"num_requests": 1, "seconds": 0.02, "num_tokens": 10, "num_drafts": 5}] * len(prompts),
     }
     if change == "text":
         answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
@@ -387,7 +387,7 @@ def test_an_engine_at_an_address(tiny_target: Target) -> None:
 
 def test_no_environment(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no bin/python there"):
-        run_environment(tmp_path, None, tiny_target, [[1, 2]], 4)
+        run_environment(tmp_path, None, tiny_target, EngineJob([[1, 2]], 4))
 
 
 WORKER = "(Worker pid=31475) ERROR 11-21 17:44:45 [multiproc_executor.py:1063] "
@@ -443,8 +443,8 @@ def test_cause_of_a_failure(stdout: str, stderr: str, cause: str) -> None:
 # --- its speed
 
 
-def timed(seconds: float, num_tokens: int, num_drafts: int = 0) -> TimedRequest:
-    return TimedRequest(seconds, num_tokens, num_drafts)
+def timed(seconds: float, num_tokens: int, num_drafts: int = 0) -> TimedBatch:
+    return TimedBatch(1, seconds, num_tokens, num_drafts)
 
 
 def test_forecast_of_speed() -> None:

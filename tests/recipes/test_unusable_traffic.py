@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from drafters import untrained
 
+from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.models import Target, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto import auto
-from draftsmith.recipes.auto.budget import AutoPlan
+from draftsmith.recipes.auto.budget import AutoPlan, plan_lines
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.refreshing import refresh, traffic
 
@@ -94,9 +95,12 @@ def test_unusable_traffic_is_told_in_a_line(
 
 
 def test_a_budget_that_is_too_small_is_told() -> None:
-    plan = AutoPlan("t", 0.01, 64, None, {"eagle3": 1.0}, None, 10.0, 10.0, 1.0, False, least_seconds=72.0)
-    assert auto.plan_lines(plan)[0] == (
+    certificates = CertifySettings()
+    plan = AutoPlan(
+        "t", 0.01, 64, None, {"eagle3": 1.0}, None, 10.0, 10.0, certificates, 1.0, False, least_seconds=72.0
+    )
+    assert plan_lines(plan)[0] == (
         "--budget 0.01 is too small: 64 answers, a rung and the winner, of 8 steps each, alone take about 0.02 hours "
         "here; give ten times that"
     )
-    assert "too small" not in " ".join(auto.plan_lines(replace(plan, hours=0.1)))
+    assert "too small" not in " ".join(plan_lines(replace(plan, hours=0.1)))

@@ -27,7 +27,7 @@ from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.recipes.serving.serve_commands import speculative_config
-from draftsmith.recipes.serving.vllm_run import run_environment
+from draftsmith.recipes.serving.vllm_run import EngineJob, run_environment
 from draftsmith.train import train
 from draftsmith.train.engine.answers import RequestSettings
 from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings
@@ -110,7 +110,8 @@ def test_counters_after_a_swap_are_those_of_a_fresh_engine(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in half the time
     config = speculative_config(kind, str(fresh), DRAFT_LENGTH)
     environment_of_vllm = Path(os.environ["DRAFTSMITH_VLLM"])
-    expected = run_environment(environment_of_vllm, config, target, prompts.token_ids, NUM_NEW_TOKENS).counters
+    job = EngineJob(prompts.token_ids, NUM_NEW_TOKENS)
+    expected = run_environment(environment_of_vllm, config, target, job).counters
     first, swapped, back, after_refusal = (row.acceptance for row in rows)
     print(f"{kind}: {first}, swapped {swapped}, fresh {expected}; {rows[1].swap_seconds:.3f} s")
     assert swapped.num_drafts == expected.num_drafts
