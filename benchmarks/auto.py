@@ -74,20 +74,25 @@ def train_alone(settings: AutoSettings, kind: str) -> None:
 def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
     """Measure the kinds that were trained alone, what the search trained, and lookups; return them, fastest first."""
     search = Auto(settings, Console(quiet=True))
-    names = [str(checkpoints(settings.out.with_name(kind))[-1]) for kind in kinds] + search.finalists()
+    names = [str(checkpoints(settings.out.with_name(kind))[-1]) for kind in kinds] + search.folder.drafters_of(
+        search.state.finalists
+    )
     out = settings.out.with_name("comparison")
     paths = evaluation_paths(out, names)
     if not all(path.is_file() for path in paths):
         grid = [replace(search.measuring, draft=length, repeats=MOST_REPEATS) for length in LENGTHS]
         options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0)
-        evaluate_side_by_side(search.target, names, [search.prompt_set(search.prompts.test)], grid, out, options)
+        evaluate_side_by_side(search.target, names, [search.prompt_set(search.folder.prompts.test)], grid, out, options)
     return fastest_first([read_evaluation(path) for path in paths])
 
 
 def chosen_by(settings: AutoSettings) -> str:
     """Return what the search found to be fastest where it measured."""
     search = Auto(settings, Console(quiet=True))
-    own = [read_evaluation(path) for path in evaluation_paths(settings.out / "comparison", search.finalists())]
+    own = [
+        read_evaluation(path)
+        for path in evaluation_paths(settings.out / "comparison", search.folder.drafters_of(search.state.finalists))
+    ]
     return fastest_first(own)[0].drafter
 
 

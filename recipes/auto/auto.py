@@ -19,22 +19,22 @@ from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.storage.files import write_json, write_whole
+from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.auto.budget import make_plan, plan_lines, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.engine_costs import EngineTimes
-from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
+from draftsmith.recipes.auto.folder import SearchFolder
 from draftsmith.recipes.auto.race import LOOKUPS, NONE_CAN_PAY, decided, run_rung, why_over
+from draftsmith.recipes.auto.result import SearchResult
 from draftsmith.recipes.auto.score import (
     LONGEST,
     Score,
@@ -44,25 +44,15 @@ from draftsmith.recipes.auto.score import (
     needed_rate,
     plain_speedup,
 )
-from draftsmith.recipes.auto.service_level import at_batch_size, fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
-from draftsmith.recipes.auto.traffic import DividedPrompts, describe_answers, divide, longest_prompt
-from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.auto.traffic import describe_answers, divide, longest_prompt
 from draftsmith.recipes.configs.training_settings import AutoSettings
-from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
-from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
+from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
-from draftsmith.recipes.reports.report import build_report
-from draftsmith.recipes.reports.terminal import print_summary
-from draftsmith.recipes.serving.export import why_not_served
-from draftsmith.recipes.serving.export_command import export
-from draftsmith.recipes.serving.model_card import schedule_of
 from draftsmith.train import TrainConfig, train
-from draftsmith.train.run_folder.checkpoint import checkpoint_name
 
-STATE = "auto.json"
 COST_SECONDS = 10.0  # for the costs of one drafter
 MOST_REPEATS = 25
 
@@ -77,7 +67,7 @@ class Auto:
     """The stages of one search, in its folder."""
 
     def __init__(self, settings: AutoSettings, console: Console) -> None:
-        self.settings, self.out = settings, settings.out
+        self.settings, self.folder = settings, SearchFolder(settings.out)
         rank, num_ranks = rank_and_num_ranks()
         self.is_first, self.console = rank == 0, console
         console.quiet = console.quiet or not self.is_first
@@ -85,7 +75,6 @@ class Auto:
         self.target = load_target(settings.target or str(EMBEDDED_TARGET), settings.device or device_of_process())
         if num_ranks > 1:
             PartialState(cpu=self.target.device.type == "cpu")  # in which the processes find each other
-        self.prompts = DividedPrompts(self.out / "prompts")
         self.state = decided_by_first(lambda: self.earlier() or self.begin())
 
     def run(self) -> None:
@@ -98,24 +87,25 @@ class Auto:
         self.race()
         self.finish()
         if self.is_first:
-            self.tell()
+            SearchResult(self.settings, self.target, self.state, self.load, self.console).tell()
 
     # --- what is found out before anything is trained
 
     def earlier(self) -> AutoState | None:
         """Return what an earlier call found; `UserError` where it was asked for something else."""
-        path = self.out / STATE
+        path = self.folder.state
         if not path.exists():
             return None
-        state = read_sealed(AutoState, path, f"restore it, give another --out, or remove {self.out}")
+        state = read_sealed(AutoState, path, f"restore it, give another --out, or remove {self.settings.out}")
         if state.asked != asked(self.settings):
             raise UserError(
-                f"{self.out} holds a search with {state.asked}: give that to go on, another --out, or remove it"
+                f"{self.settings.out} holds a search with {state.asked}: give that to go on, another --out, or "
+                "remove it"
             )
         if state.target_fingerprint != self.target.fingerprint():
             raise UserError(
-                f"{self.out} holds a search for {self.target.name} with other weights, config or dtype: give that "
-                "target as it was to go on, another --out, or remove it"
+                f"{self.settings.out} holds a search for {self.target.name} with other weights, config or dtype: give "
+                "that target as it was to go on, another --out, or remove it"
             )
         return state
 
@@ -124,8 +114,8 @@ class Auto:
         settings, target = self.settings, self.target
         longest = longest_prompt(target, settings.max_new_tokens)
         drafters = new_contenders(self.kinds, target, settings.engine)
-        traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.prompts)
-        training = read_prompts(self.prompts.training)
+        traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
+        training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
         plan = make_plan(target, training, drafters, settings.budget)
         needed = {
@@ -138,7 +128,7 @@ class Auto:
     def save(self, state: AutoState) -> AutoState:
         """Keep what was found so far, and write it."""
         if self.is_first:
-            write_sealed(self.out / STATE, state)
+            write_sealed(self.folder.state, state)
         self.state = state
         return state
 
@@ -146,15 +136,15 @@ class Auto:
 
     def answer(self) -> None:
         """Let the target answer the prompts to train on."""
-        chosen = self.out / "prompts" / "answered.jsonl"
+        chosen = self.folder.answered
         if self.is_first and not chosen.is_file():
-            write_prompts(chosen, read_prompts(self.prompts.training)[: self.state.plan.num_answers])
+            write_prompts(chosen, read_prompts(self.folder.prompts.training)[: self.state.plan.num_answers])
         wait_for_first()
         answers = replace(ANSWERS, max_new_tokens=self.settings.max_new_tokens)
-        prepare(self.target, str(chosen), self.out / "samples", answers)
+        prepare(self.target, str(chosen), self.folder.samples, answers)
         wait_for_first()  # it puts together what all wrote
         if self.state.answers is None:
-            self.save(replace(self.state, answers=describe_answers(read_samples(self.out / "samples"))))
+            self.save(replace(self.state, answers=describe_answers(read_samples(self.folder.samples))))
         assert self.state.answers is not None
         self.console.print(self.state.answers.text)
 
@@ -189,7 +179,7 @@ class Auto:
     @property
     def plain_speedup(self) -> float:
         """The speedup that plain decoding is predicted to have: 0 where it breaks the SLA."""
-        return plain_speedup(self.known_costs(LOOKUPS[0]), self.load)
+        return plain_speedup(self.folder.costs(LOOKUPS[0]), self.load)
 
     @property
     def steps(self) -> dict[str, int]:
@@ -206,16 +196,16 @@ class Auto:
         if self.state.final and self.state.cascade is None and not self.settings.engine:  # engines serve no cascades
             lookup = max(self.state.lookups, key=lambda score: score.speedup)
             name, steps = f"{lookup.name}+{self.state.final.name}", self.state.final.steps
-            score, _ = self.scored(self.drafter_of(name, steps), name, steps)
+            score, _ = self.scored(self.folder.drafter_of(name, steps), name, steps)
             self.save(replace(self.state, cascade=score))
-        names = self.finalists()
-        paths = evaluation_paths(self.out / "comparison", names)
+        finalists = self.state.finalists
+        names, paths = self.folder.drafters_of(finalists), self.folder.evaluations(finalists)
         if decided_by_first(lambda: not all(path.is_file() for path in paths)):
-            test, plan = self.prompt_set(self.prompts.test), self.state.plan
+            test, plan = self.prompt_set(self.folder.prompts.test), self.state.plan
             options = EvaluationOptions(
                 plan.num_threads, certify=plan.certificates, minutes=plan.measure_minutes, sample_texts=True, costs=True
             )
-            evaluate_side_by_side(self.target, names, [test], self.grid(names), self.out / "comparison", options)
+            evaluate_side_by_side(self.target, names, [test], self.grid(names), self.folder.comparison, options)
 
     def grid(self, names: list[str]) -> list[MeasureSettings]:
         """Return the settings that are measured at the end: the draft lengths foretold as best, by batch size.
@@ -226,95 +216,10 @@ class Auto:
         grid = []
         for size in batch_sizes(self.load.batch_size):
             load = replace(self.load, batch_size=size)
-            best = {best_length(score, self.known_costs(score.name), load) for score in self.state.finalists}
+            best = {best_length(score, self.folder.costs(score.name), load) for score in self.state.finalists}
             lengths = sorted({min(most, max(1, length)) for length in best})
             grid += [replace(self.measuring, batch_size=size, draft=k, repeats=MOST_REPEATS) for k in lengths]
         return grid
-
-    def finalists(self) -> list[str]:
-        """Return the names of what is measured at the end: checkpoints, a cascade, and lookups."""
-        return [self.drafter_of(score.name, score.steps) for score in self.state.finalists]
-
-    def drafter_of(self, name: str, steps: int) -> str:
-        """Return what `load_drafter` calls a kind, or a lookup before it, after so many steps; a lookup has none."""
-        *lookup, kind = name.split("+")
-        return "+".join([*lookup, str(self.checkpoint(kind, steps)) if steps else kind])
-
-    def tell(self) -> None:
-        """Print the report and the result, and export what is fastest of what the engine serves."""
-        evaluations = [read_evaluation(path) for path in evaluation_paths(self.out / "comparison", self.finalists())]
-        at_load = at_batch_size(evaluations, self.load.batch_size)
-        within = fastest_first(within_sla(at_load, self.load.sla))
-        self.console.print(f"\nreport: {build_report(self.out / 'comparison')}")
-        print_summary(self.out / "comparison", self.console)
-        pays = bool(within) and does_pay(within[0])
-        nothing = "nothing pays on this traffic at this load" if within else NONE_KEEPS_SLA
-        title = f"the best drafter is {within[0].drafter}" if pays else nothing
-        lines = [*sla_lines(at_load, self.load.sla), *self.with_more_time()]
-        write_whole(self.out / "auto.html", auto_page(self.state, fastest_first(at_load), within, lines))
-        self.console.print(f"how it was found: {self.out / 'auto.html'}", soft_wrap=True)
-        for line in (title, *lines):
-            self.console.print(line, soft_wrap=True)
-        paying = self.paying_in_engine(within) if self.engine else [row for row in within if does_pay(row)]
-        if paying:
-            self.export_fastest(paying, {evaluation.drafter: evaluation for evaluation in evaluations})
-
-    def paying_in_engine(self, evaluations: list[Evaluation]) -> list[Evaluation]:
-        """Return what is foretold to pay in the engine, the fastest first, and say how fast each of them would be.
-
-        It follows from the acceptance that was measured at the end, and from the engine's own times.
-        """
-        names = {self.drafter_of(score.name, score.steps): score.name for score in self.state.finalists}
-        speedups = {
-            evaluation.drafter: max(
-                self.known_costs(names[evaluation.drafter]).speedup(
-                    row.tokens_a_round, row.setting.draft_length, self.load.batch_size, self.load.context
-                )
-                for row in evaluation.results
-            )
-            for evaluation in evaluations
-        }
-        told = ", ".join(f"{name} {speedup:.2f}×" for name, speedup in speedups.items())
-        self.console.print(f"foretold for {self.settings.check} from its own times: {told}", soft_wrap=True)
-        paying = [evaluation for evaluation in evaluations if speedups[evaluation.drafter] > 1]
-        return sorted(paying, key=lambda evaluation: speedups[evaluation.drafter], reverse=True)
-
-    def export_fastest(self, paying: list[Evaluation], at_all_sizes: dict[str, Evaluation]) -> None:
-        """Export the first of those that pay that the engine serves; say so where there is none.
-
-        Where the engine can change draft lengths, what was measured at all batch sizes gives the schedule.
-        """
-        engine, out = self.settings.engine or "vllm", self.out / "export"
-        chosen = next((evaluation for evaluation in paying if self.is_exportable(evaluation, engine)), None)
-        if chosen is None:
-            self.console.print(f"{engine} serves none of those that pay: nothing is exported")
-        elif out.is_dir():
-            self.console.print(f"exported: {out}", soft_wrap=True)
-        else:
-            whole = at_all_sizes[chosen.drafter]
-            measured = whole if schedule_of(chosen.drafter_kind, whole) else chosen
-            exported = ExportSettings(
-                target=self.target.name,
-                checkpoint=chosen.drafter,
-                engine=engine,
-                check=self.settings.check,
-                prompts=str(self.prompts.test) if self.settings.check else None,
-                max_new_tokens=self.settings.max_new_tokens,
-                out=out,
-            )
-            export(exported, self.target, self.console, measured)
-
-    def is_exportable(self, measured: Evaluation, engine: str) -> bool:
-        """Return whether an engine serves what was measured, for this target too where it was trained."""
-        if not is_served(measured.drafter_kind, engine):
-            return False
-        is_trained = measured.drafter_kind not in TRAINING_FREE
-        return not is_trained or why_not_served(load_drafter(measured.drafter, self.target), engine) is None
-
-    def with_more_time(self) -> list[str]:
-        """Return what more training would bring to the winner, if there is one."""
-        final = self.state.final
-        return [] if final is None else [more_time(final, self.known_costs(final.name), self.load)]
 
     # --- training and scoring
 
@@ -322,22 +227,19 @@ class Auto:
         """Train a kind for so many steps in all, and score what it has become."""
         train(self.config(kind, num_steps))
         wait_for_first()  # it writes the checkpoint
-        return self.scored(str(self.checkpoint(kind, num_steps)), kind, num_steps)
-
-    def checkpoint(self, kind: str, num_steps: int) -> Path:
-        return self.out / kind / "checkpoints" / checkpoint_name(num_steps)
+        return self.scored(str(self.folder.checkpoint(kind, num_steps)), kind, num_steps)
 
     def config(self, kind: str, num_steps: int) -> TrainConfig:
         """Return the recipe of a kind for the search."""
         plan = self.state.plan
         config = recipe_of_auto(kind, plan.target_is_small)
-        config.target, config.data.samples = plan.target, str(self.out / "samples")
+        config.target, config.data.samples = plan.target, str(self.folder.samples)
         config.data.held_out_prompts, config.data.max_length = 0, min(512, self.target.context)
         if plan.stored_layers is not None and not config.drafter.starts_from_layers:
             config.data.features, config.data.features_layers = "stored", plan.stored_layers
-            config.data.features_dir = str(self.out / "features")
+            config.data.features_dir = str(self.folder.features)
         config.evaluation.prompts = None
-        config.run.dir, config.run.device = str(self.out / kind), self.settings.device
+        config.run.dir, config.run.device = str(self.folder.run(kind)), self.settings.device
         config.run.steps = config.run.checkpoint_every = num_steps
         config.run.log_every = max(1, num_steps // 40)
         return config
@@ -351,7 +253,7 @@ class Auto:
     def measured(self, drafter_name: str, name: str, steps: int) -> tuple[Score, Costs]:
         """Measure a drafter on the prompts of the race, and what it costs."""
         drafter, threads = load_drafter(drafter_name, self.target), self.state.plan.num_threads
-        prompts = self.prompt_set(self.prompts.racing)
+        prompts = self.prompt_set(self.folder.prompts.racing)
         costs = self.costs(name, drafter, threads)
         with cpu_threads(threads):
             score = measure_score(self.target, drafter, name, steps, prompts, self.measuring, costs, self.load)
@@ -359,7 +261,7 @@ class Auto:
 
     def costs(self, name: str, drafter: Drafter, num_threads: int | None) -> Costs:
         """Return the costs of rounds with a kind, which are those of a new drafter, too; they are measured once."""
-        path, longest = self.costs_path(name), longest_draft(drafter)
+        path, longest = self.folder.costs_file(name), longest_draft(drafter)
         if path.is_file():
             return read_typed(Costs, path)
         if self.engine:
@@ -378,15 +280,7 @@ class Auto:
         environment = self.settings.timed_engine
         if environment is None:
             return None
-        return EngineTimes(environment, self.target, self.prompt_set(self.prompts.racing).token_ids, self.load)
-
-    def known_costs(self, name: str) -> Costs:
-        """Return the costs of a kind, a lookup or a cascade that has a score."""
-        return read_typed(Costs, self.costs_path(name))
-
-    def costs_path(self, name: str) -> Path:
-        """Return where the costs of a kind, a lookup or a cascade are kept."""
-        return self.out / "costs" / f"{name}.json"
+        return EngineTimes(environment, self.target, self.prompt_set(self.folder.prompts.racing).token_ids, self.load)
 
     @property
     def measuring(self) -> MeasureSettings:
@@ -398,17 +292,12 @@ class Auto:
     @cached_property
     def load(self) -> ServingLoad:
         """The load that speedups are predicted for."""
-        racing = self.prompt_set(self.prompts.racing)
+        racing = self.prompt_set(self.folder.prompts.racing)
         context = typical_context(racing, self.settings.max_new_tokens)
         return ServingLoad(self.settings.batch_size, context, Sla(self.settings.sla_ttft_ms, self.settings.sla_tpot_ms))
 
     def prompt_set(self, path: Path) -> PromptSet:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)
-
-
-def does_pay(measured: Evaluation) -> bool:
-    """Return whether a drafter was measured to pay at one of its settings."""
-    return any(row.pays for row in measured.results)
 
 
 def wait_for_first() -> None:

@@ -1,0 +1,121 @@
+"""The end of a search: what was found is told, and the best of it exported."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.models import Target, load_drafter
+from draftsmith.models.storage.files import write_whole
+from draftsmith.recipes.auto.folder import SearchFolder
+from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
+from draftsmith.recipes.auto.score import ServingLoad
+from draftsmith.recipes.auto.service_level import at_batch_size, fastest_first, sla_lines, within_sla
+from draftsmith.recipes.auto.state import AutoState
+from draftsmith.recipes.configs.command_settings import ExportSettings
+from draftsmith.recipes.configs.training_settings import AutoSettings
+from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
+from draftsmith.recipes.reports.report import build_report
+from draftsmith.recipes.reports.terminal import print_summary
+from draftsmith.recipes.serving.export import why_not_served
+from draftsmith.recipes.serving.export_command import export
+from draftsmith.recipes.serving.model_card import schedule_of
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The outcome of a search: its decisions, and the measurements in its folder."""
+
+    settings: AutoSettings
+    target: Target
+    state: AutoState
+    load: ServingLoad
+    console: Console
+
+    @property
+    def folder(self) -> SearchFolder:
+        return SearchFolder(self.settings.out)
+
+    def tell(self) -> None:
+        """Print the report and the result, and export what is fastest of what the engine serves."""
+        state, folder = self.state, self.folder
+        evaluations = [read_evaluation(path) for path in folder.evaluations(state.finalists)]
+        at_load = at_batch_size(evaluations, self.load.batch_size)
+        within = fastest_first(within_sla(at_load, self.load.sla))
+        self.console.print(f"\nreport: {build_report(folder.comparison)}")
+        print_summary(folder.comparison, self.console)
+        pays = bool(within) and does_pay(within[0])
+        nothing = "nothing pays on this traffic at this load" if within else NONE_KEEPS_SLA
+        title = f"the best drafter is {within[0].drafter}" if pays else nothing
+        lines = [*sla_lines(at_load, self.load.sla), *self.with_more_time()]
+        write_whole(folder.page, auto_page(state, fastest_first(at_load), within, lines))
+        self.console.print(f"how it was found: {folder.page}", soft_wrap=True)
+        for line in (title, *lines):
+            self.console.print(line, soft_wrap=True)
+        paying = (
+            self.paying_in_engine(within) if self.settings.timed_engine else [row for row in within if does_pay(row)]
+        )
+        if paying:
+            self.export_fastest(paying, {evaluation.drafter: evaluation for evaluation in evaluations})
+
+    def paying_in_engine(self, evaluations: list[Evaluation]) -> list[Evaluation]:
+        """Return what is foretold to pay in the engine, the fastest first, and say how fast each of them would be.
+
+        It follows from the acceptance that was measured at the end, and from the engine's own times.
+        """
+        names = {self.folder.drafter_of(score.name, score.steps): score.name for score in self.state.finalists}
+        speedups = {
+            evaluation.drafter: max(
+                self.folder.costs(names[evaluation.drafter]).speedup(
+                    row.tokens_a_round, row.setting.draft_length, self.load.batch_size, self.load.context
+                )
+                for row in evaluation.results
+            )
+            for evaluation in evaluations
+        }
+        told = ", ".join(f"{name} {speedup:.2f}×" for name, speedup in speedups.items())
+        self.console.print(f"foretold for {self.settings.check} from its own times: {told}", soft_wrap=True)
+        paying = [evaluation for evaluation in evaluations if speedups[evaluation.drafter] > 1]
+        return sorted(paying, key=lambda evaluation: speedups[evaluation.drafter], reverse=True)
+
+    def export_fastest(self, paying: list[Evaluation], at_all_sizes: dict[str, Evaluation]) -> None:
+        """Export the first of those that pay that the engine serves; say so where there is none.
+
+        Where the engine can change draft lengths, what was measured at all batch sizes gives the schedule.
+        """
+        engine, out = self.settings.engine or "vllm", self.folder.export
+        chosen = next((evaluation for evaluation in paying if self.is_exportable(evaluation, engine)), None)
+        if chosen is None:
+            self.console.print(f"{engine} serves none of those that pay: nothing is exported")
+        elif out.is_dir():
+            self.console.print(f"exported: {out}", soft_wrap=True)
+        else:
+            whole = at_all_sizes[chosen.drafter]
+            measured = whole if schedule_of(chosen.drafter_kind, whole) else chosen
+            exported = ExportSettings(
+                target=self.target.name,
+                checkpoint=chosen.drafter,
+                engine=engine,
+                check=self.settings.check,
+                prompts=str(self.folder.prompts.test) if self.settings.check else None,
+                max_new_tokens=self.settings.max_new_tokens,
+                out=out,
+            )
+            export(exported, self.target, self.console, measured)
+
+    def is_exportable(self, measured: Evaluation, engine: str) -> bool:
+        """Return whether an engine serves what was measured, for this target too where it was trained."""
+        if not is_served(measured.drafter_kind, engine):
+            return False
+        is_trained = measured.drafter_kind not in TRAINING_FREE
+        return not is_trained or why_not_served(load_drafter(measured.drafter, self.target), engine) is None
+
+    def with_more_time(self) -> list[str]:
+        """Return what more training would bring to the winner, if there is one."""
+        final = self.state.final
+        return [] if final is None else [more_time(final, self.folder.costs(final.name), self.load)]
+
+
+def does_pay(measured: Evaluation) -> bool:
+    """Return whether a drafter was measured to pay at one of its settings."""
+    return any(row.pays for row in measured.results)
