@@ -27,7 +27,6 @@ from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
-from draftsmith.recipes.auto.budget import FINAL_SHARE, RACE_SHARE
 from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
@@ -65,7 +64,7 @@ def train_alone(settings: AutoSettings, kind: str) -> None:
     """Train one kind with all of the time that the search had for training, on the answers of the search."""
     search = Auto(settings, Console(quiet=True))
     plan = search.state.plan
-    seconds = (RACE_SHARE + FINAL_SHARE) * 3600 * plan.hours
+    seconds = plan.num_rungs * plan.rung_seconds + plan.final_seconds
     config = search.config(kind, int(seconds / plan.step_seconds[kind]))
     config.run.dir = str(settings.out.with_name(kind))
     train(config)

@@ -1,6 +1,7 @@
 """The amounts that the time of `draftsmith auto` allows: answers to train on, and training in each rung of the race."""
 
 import math
+import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,11 @@ from draftsmith.recipes.quickstart.budget import (
 )
 from draftsmith.train import TrainConfig
 
-# Shares of the time: the target's answers and features, the race, the winner's training, and measuring at the end.
-ANSWER_SHARE, RACE_SHARE, FINAL_SHARE, MEASURE_SHARE = 0.15, 0.35, 0.25, 0.17  # the rest is slack
+# Shares of the time: the target's answers with what is learnt from them, and measuring at the end. The rest is slack.
+LEARNING_SHARE, MEASURE_SHARE = 0.75, 0.17
+LEAST_ANSWERING, MOST_ANSWERING = 0.15, 0.4  # shares of the time, for the target's answers and features
+RACE_SHARE = 0.58  # of the time for training; the winner has the rest
+PASSES = 4  # of the winner over the answers: with many more it learns them by heart
 SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
@@ -109,8 +113,11 @@ def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter
     recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
-    feature_seconds = max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
-    num_answers = min(len(prompts), max(len(first), int(ANSWER_SHARE * seconds / (answer_seconds + feature_seconds))))
+    answer_seconds += max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
+    sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
+    share = answering_share(answer_seconds, sample_seconds, len(drafters))
+    num_answers = min(len(prompts), max(len(first), int(share * seconds / answer_seconds)))
+    training_seconds = max(0.0, LEARNING_SHARE * seconds - num_answers * answer_seconds)
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
     step_seconds = {
         kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
@@ -124,14 +131,25 @@ def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter
         num_threads=num_threads,
         step_seconds=step_seconds,
         stored_layers=layers if in_store else None,
-        rung_seconds=RACE_SHARE * seconds / num_rungs(len(drafters)),
-        final_seconds=FINAL_SHARE * seconds,
+        rung_seconds=RACE_SHARE * training_seconds / num_rungs(len(drafters)),
+        final_seconds=(1 - RACE_SHARE) * training_seconds,
         certificates=certificates,
         measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificate_seconds) / 60,
         target_is_small=small,
-        least_seconds=len(first) * (answer_seconds + feature_seconds)
+        least_seconds=len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
+
+
+def answering_share(answer_seconds: float, sample_seconds: float, num_kinds: int) -> float:
+    """Return the share of the time in which the target answers, so that the winner sees each answer `PASSES` times.
+
+    `answer_seconds` are those of an answer with its features, and `sample_seconds` those of training on one.
+    """
+    alive = [max(1, num_kinds >> rung) for rung in range(num_rungs(num_kinds))]
+    of_winner = RACE_SHARE * statistics.fmean(1 / number for number in alive) + 1 - RACE_SHARE  # of the training
+    share = LEARNING_SHARE / (1 + PASSES * sample_seconds / (of_winner * answer_seconds))
+    return min(max(share, LEAST_ANSWERING), MOST_ANSWERING)
 
 
 def affordable_certificates(target: Target, prompts: list[Prompt], seconds: float) -> tuple[CertifySettings, float]:

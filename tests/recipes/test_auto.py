@@ -31,6 +31,7 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
+from draftsmith.recipes.auto.budget import answering_share
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
 from draftsmith.recipes.auto.score import (
@@ -149,6 +150,19 @@ def test_answers_are_described() -> None:
     assert (
         describe_answers([cut]).text == "1 answers of 10 tokens on the mean, 0% thinking, 0% tool calls; 100% are cut"
     )
+
+
+def test_the_winner_passes_four_times_over_the_answers() -> None:
+    """Of a thousand seconds, some for answers, the winner of four kinds trains alone after rungs of four and of two.
+
+    An answer takes two seconds, and training on one takes one second.
+    """
+    share = answering_share(2.0, 1.0, 4)
+    training = 1000 * (budget.LEARNING_SHARE - share)
+    rung, final = budget.RACE_SHARE * training / 2, (1 - budget.RACE_SHARE) * training
+    assert (rung / 4 + rung / 2 + final) / 1.0 == pytest.approx(budget.PASSES * 1000 * share / 2.0)
+    assert answering_share(0.001, 1.0, 4) == budget.LEAST_ANSWERING
+    assert answering_share(100.0, 1.0, 4) == budget.MOST_ANSWERING
 
 
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
