@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate import PartialState
 from rich.console import Console
 
-from draftsmith.data.answers.prepare import prepare
+from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.processes import decided_by_first, device_of_process, locked, rank_and_num_ranks
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompts import read_prompt_set, read_prompts
@@ -117,7 +117,7 @@ class Auto:
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
         training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
-        plan = make_plan(target, training, drafters, settings.budget)
+        plan = make_plan(target, training, drafters, settings.budget, self.answers)
         needed = {
             kind: needed_rate(self.costs(kind, drafter, plan.num_threads), longest_draft(drafter), self.load)
             for kind, drafter in drafters.items()
@@ -140,8 +140,7 @@ class Auto:
         if self.is_first and not chosen.is_file():
             write_prompts(chosen, read_prompts(self.folder.prompts.training)[: self.state.plan.num_answers])
         wait_for_first()
-        answers = replace(ANSWERS, max_new_tokens=self.settings.max_new_tokens)
-        prepare(self.target, str(chosen), self.folder.samples, answers)
+        prepare(self.target, str(chosen), self.folder.samples, self.answers)
         wait_for_first()  # it puts together what all wrote
         if self.state.answers is None:
             self.save(replace(self.state, answers=describe_answers(read_samples(self.folder.samples))))
@@ -281,6 +280,11 @@ class Auto:
         if environment is None:
             return None
         return EngineTimes(environment, self.target, self.prompt_set(self.folder.prompts.racing).token_ids, self.load)
+
+    @property
+    def answers(self) -> PrepareSettings:
+        """The settings that the target answers with."""
+        return replace(ANSWERS, max_new_tokens=self.settings.max_new_tokens)
 
     @property
     def measuring(self) -> MeasureSettings:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.inference import SpeculativeDecoder
@@ -32,6 +33,7 @@ RACE_SHARE = 0.58  # of the time for training; the winner has the rest
 PASSES = 4  # of the winner over the answers: with many more it learns them by heart
 SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
+TIMED_BATCHES = 2  # of answers: one alone ends with few requests that still run
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
 # The certificates of the winner, a cascade and two lookups. That of one lookup takes a share of a trial of this size.
 CERTIFICATES = 6.0  # times that of a lookup, as a winner is verified in more modes
@@ -102,13 +104,16 @@ def target_is_small(target: Target) -> bool:
     return target.hidden_size < SMALL_TARGET
 
 
-def make_plan(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter], hours: float) -> AutoPlan:
-    """Time a batch of answers, decoded prompts and a few steps of new drafters of each kind, and divide the time."""
+def make_plan(
+    target: Target, prompts: list[Prompt], drafters: dict[str, Drafter], hours: float, answers: PrepareSettings
+) -> AutoPlan:
+    """Time some answers, decoded prompts and a few steps of new drafters of each kind, and divide the time."""
     seconds, small = 3600 * hours, target_is_small(target)
-    first = prompts[: ANSWERS.batch_size]
+    first = prompts[: answers.batch_size]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
-    samples, batch_seconds = timed_samples(plain, first)
-    answer_seconds = batch_seconds / len(first)
+    timed = prompts[: TIMED_BATCHES * answers.batch_size]
+    samples, seconds_of_timed = timed_samples(plain, timed, answers)
+    answer_seconds = seconds_of_timed / len(timed)
     num_threads, _ = fastest_num_threads(plain, first[:TIMED_PROMPTS])
     recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
