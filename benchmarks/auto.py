@@ -35,7 +35,7 @@ from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 NUM_PROMPTS, NEW_TOKENS = 3000, 96
-LENGTHS = (1, 2, 3, 4)  # tokens drafted a round, of which each drafter's best counts
+LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens drafted a round, of which each drafter's best counts
 TRAFFICS = ("code", "dialogue", "tables")
 
 
@@ -80,7 +80,7 @@ def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
     paths = evaluation_paths(out, names)
     if not all(path.is_file() for path in paths):
         grid = [replace(search.measuring, draft=length, repeats=MOST_REPEATS) for length in LENGTHS]
-        options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0)
+        options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0, skips_too_long=True)
         evaluate_side_by_side(search.target, names, [search.prompt_set(search.folder.prompts.test)], grid, out, options)
     return fastest_first([read_evaluation(path) for path in paths])
 

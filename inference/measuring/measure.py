@@ -80,6 +80,10 @@ class MeasureSettings:
             synthetic_rates=self.synthetic_rates,
         )
 
+    def allows(self, drafter: Drafter) -> bool:
+        """Return whether a drafter can make drafts that are so long."""
+        return drafter.max_draft_length is None or self.draft_length <= drafter.max_draft_length
+
 
 @dataclass
 class PromptSet:

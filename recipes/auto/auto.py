@@ -202,22 +202,29 @@ class Auto:
         if decided_by_first(lambda: not all(path.is_file() for path in paths)):
             test, plan = self.prompt_set(self.folder.prompts.test), self.state.plan
             options = EvaluationOptions(
-                plan.num_threads, certify=plan.certificates, minutes=plan.measure_minutes, sample_texts=True, costs=True
+                plan.num_threads,
+                certify=plan.certificates,
+                minutes=plan.measure_minutes,
+                sample_texts=True,
+                skips_too_long=True,
+                costs=True,
             )
-            evaluate_side_by_side(self.target, names, [test], self.grid(names), self.folder.comparison, options)
+            evaluate_side_by_side(self.target, names, [test], self.grid(), self.folder.comparison, options)
 
-    def grid(self, names: list[str]) -> list[MeasureSettings]:
+    def grid(self) -> list[MeasureSettings]:
         """Return the settings that are measured at the end: the draft lengths foretold as best, by batch size.
 
         Smaller batches than the load's are measured for the schedule that is exported: a server's load comes and goes.
         """
-        most = min(longest_draft(load_drafter(name, self.target)) for name in names)
         grid = []
         for size in batch_sizes(self.load.batch_size):
             load = replace(self.load, batch_size=size)
             best = {best_length(score, self.folder.costs(score.name), load) for score in self.state.finalists}
-            lengths = sorted({min(most, max(1, length)) for length in best})
-            grid += [replace(self.measuring, batch_size=size, draft=k, repeats=MOST_REPEATS) for k in lengths]
+            lengths = sorted(max(1, length) for length in best)
+            grid += [
+                replace(self.measuring, batch_size=size, draft=length, repeats=MOST_REPEATS)
+                for length in dict.fromkeys(lengths)
+            ]
         return grid
 
     # --- training and scoring

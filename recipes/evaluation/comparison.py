@@ -46,6 +46,7 @@ class EvaluationOptions:
     baselines: tuple[str, ...] = ()  # of transformers, at batch size 1
     minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
     sample_texts: bool = False  # write samples.json
+    skips_too_long: bool = False  # leave out settings whose drafts are longer than a drafter can make; else refuse them
     costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
 
 
@@ -65,7 +66,13 @@ def evaluate_side_by_side(
     """
     start = time.perf_counter()
     rank, num_ranks = rank_and_num_ranks()
-    drafters = checked_drafters(target, names, grid)
+    drafters = loaded_drafters(target, names)
+
+    def measured_at(settings: MeasureSettings) -> dict[str, Drafter]:
+        return {name: each for name, each in drafters.items() if settings.allows(each) or not options.skips_too_long}
+
+    for settings in grid:
+        check_settings(settings, measured_at(settings))
     if options.baselines and all(settings.batch_size > 1 for settings in grid):
         raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
     baselines = make_baselines(options.baselines, target, drafters)
@@ -76,14 +83,16 @@ def evaluate_side_by_side(
     with progress_bar(rank == 0) as progress, cpu_threads(options.num_threads):
         minutes = options.minutes and options.minutes * (1 - COSTS_SHARE * options.costs)
         timer = Timer([(part.prompts_of(0), part.settings) for part in measurements], minutes, progress)
-        of_others = on_first([] if rank == 0 else [part.count(target, drafters, rank) for part in measurements])
+        of_others = on_first(
+            [] if rank == 0 else [part.count(target, measured_at(part.settings), rank) for part in measurements]
+        )
         if rank:
             return []
         rows: dict[str, list[Result]] = {name: [] for name in drafters}
         for number, (prompts, settings) in enumerate(timer.parts()):
-            measured = measure(target, drafters, prompts, settings, timer.advance, baselines)
+            measured = measure(target, measured_at(settings), prompts, settings, timer.advance, baselines)
             of_ranks = [measured, *(counted[number] for counted in of_others[1:])]
-            for name in drafters:
+            for name in measured:
                 rows[name].append(measurements[number].pool([of_rank[name] for of_rank in of_ranks if of_rank]))
         measuring_seconds = timer.seconds
         env = environment(target)
@@ -97,7 +106,8 @@ def evaluate_side_by_side(
     texts, costs = None, {}
     if options.sample_texts:
         leader = report_data_of(evaluations).leader[0].evaluation.drafter
-        texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], grid)
+        possible = [settings for settings in grid if leader in measured_at(settings)]
+        texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], possible)
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
@@ -114,13 +124,11 @@ def refuse_other_evaluations(out: Path, names: list[str]) -> None:
         raise UserError(f"an evaluation of other drafters lies in {', '.join(found)}: give another --out, or remove it")
 
 
-def checked_drafters(target: Target, names: list[str], grid: list[MeasureSettings]) -> dict[str, Drafter]:
-    """Load drafters by name. Raises `UserError` for settings that cannot be measured with them."""
+def loaded_drafters(target: Target, names: list[str]) -> dict[str, Drafter]:
+    """Load drafters by name, and say which of them were made for other weights of the target."""
     drafters = {name: load_drafter(name, target) for name in names}
     for drafter in drafters.values():
         notice_other_target(drafter, target)
-    for settings in grid:
-        check_settings(settings, drafters)
     return drafters
 
 

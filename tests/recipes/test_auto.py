@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from chats import FAMILIES, chat_target
 from disk_faults import contents, recorded_changes, restore
+from drafters import untrained
 from reports import typed_result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -22,11 +23,12 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.stages import Sla
-from draftsmith.models import Target
+from draftsmith.models import Target, save_drafter
 from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
@@ -473,6 +475,19 @@ def test_what_is_measured_at_the_end_is_measured_at_smaller_batches_too(
     assert {evaluation.drafter_kind for evaluation in found.values()} == {"medusa", "cascade", "ngram", "suffix"}
     for evaluation in found.values():
         assert {row.setting.batch_size for row in evaluation.results} == {1, 2, 3}
+
+
+def test_a_drafter_is_left_out_of_drafts_that_it_cannot_make(tiny_target: Target, tmp_path: Path) -> None:
+    """Medusa has three heads here: drafts of five tokens are measured with a lookup alone, or refused."""
+    save_drafter(untrained("medusa", tiny_target, num_heads=3), tmp_path / "medusa")
+    names, prompts = [str(tmp_path / "medusa"), "ngram"], [PromptSet("p", [[5, 6, 7, 5, 6]])]
+    grid = [MeasureSettings(draft=length, max_new_tokens=8, repeats=1) for length in (2, 5)]
+    options = comparison.EvaluationOptions(skips_too_long=True)
+    medusa, ngram = comparison.evaluate_side_by_side(tiny_target, names, prompts, grid, tmp_path / "out", options)
+    assert [row.setting.draft_length for row in medusa.results] == [2]
+    assert [row.setting.draft_length for row in ngram.results] == [2, 5]
+    with pytest.raises(UserError, match="5"):
+        comparison.evaluate_side_by_side(tiny_target, names, prompts, grid, tmp_path / "other")
 
 
 def test_a_search_goes_on_for_its_own_target_alone(settings: AutoSettings, tmp_path: Path) -> None:
