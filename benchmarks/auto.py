@@ -4,11 +4,13 @@
 
 A search gets so many minutes, on one thread. Then each of its kinds alone gets the time that the search had for its
 race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
-turns on the search's test prompts: how near comes the choice to the best of all? FOLDER keeps what was found: give the
-same command again to go on.
+turns on the search's test prompts: how near comes the choice to the best of all? A second table tells how much each
+kind grew from the first rung to its training alone, which `GROWTH` of recipes/auto/race.py holds. FOLDER keeps what was
+found: give the same command again to go on.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -19,14 +21,17 @@ from pathlib import Path
 import torch
 from acceptance_forecast import tables
 from rich.console import Console
+from scipy.optimize import brentq
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
+from draftsmith.recipes.auto.score import Score, grown
 from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
@@ -36,6 +41,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 
 NUM_PROMPTS, NEW_TOKENS = 3000, 96
 LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens drafted a round, of which each drafter's best counts
+DEPTH = 4  # tokens drafted a round, for the growth
 TRAFFICS = ("code", "dialogue", "tables")
 
 
@@ -107,6 +113,26 @@ def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[st
     )
 
 
+def growth_line(settings: AutoSettings, traffic: str, minutes: float, kind: str) -> str:
+    """Return a line of the second table: a kind after the first rung, and trained alone, on the prompts of the race."""
+    search = Auto(settings, Console(quiet=True))
+    first = next(each.score for each in search.state.rungs[0].contenders if each.score.name == kind)
+    checkpoint = checkpoints(settings.out.with_name(kind))[-1]
+    last, _ = search.measured(str(checkpoint), kind, int(checkpoint.name.rpartition("-")[2]))
+    before, after = (acceptance_length(score.rates, DEPTH) for score in (first, last))
+    return (
+        f"| {kind} | {traffic} | {minutes:g} | {first.steps} | {last.steps} | {before:.2f} | {after:.2f} "
+        f"| {growth_between(first, last):.3f} |"
+    )
+
+
+def growth_between(before: Score, after: Score) -> float:
+    """Return how much twice the steps added to the log-odds of acceptance, taken to be the same at each depth."""
+    length = acceptance_length(after.rates, DEPTH)
+    added = brentq(lambda growth: acceptance_length(grown(before.rates, growth), DEPTH) - length, -10.0, 10.0)
+    return float(added) / math.log2(after.steps / before.steps)
+
+
 def shown(name: str) -> str:
     """Return the name of a kind for the table: `search:eagle3` for a checkpoint of the search."""
     parts = Path(name).parts
@@ -165,6 +191,10 @@ def main() -> None:
     for traffic, minutes in cases:
         settings = settings_of(args.folder, traffic, minutes)
         print(line_of(settings, traffic, minutes, settings.kinds), flush=True)
+    print("\n| kind | traffic | minutes | steps | steps alone | tokens a round | alone | growth |\n|" + 8 * "---|")
+    for kind in settings_of(args.folder, *cases[0]).kinds:
+        for traffic, minutes in cases:
+            print(growth_line(settings_of(args.folder, traffic, minutes), traffic, minutes, kind), flush=True)
 
 
 if __name__ == "__main__":

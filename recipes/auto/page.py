@@ -110,7 +110,7 @@ def plan(state: AutoState) -> Section:
 def more_time(score: Score, costs: Costs, load: ServingLoad) -> str:
     """Return what ten times the training would bring to the winner, by the growth of finished runs."""
     doublings = math.log2(MORE)
-    usual, most = (potential(score, growth * doublings, costs, load) for growth in growth_per_doubling())
+    usual, most = (potential(score, growth * doublings, costs, load) for growth in growth_per_doubling(score.name))
     return (
         f"With {MORE} times the training {score.name} would be at about {usual:.2f}× by the usual growth of runs, and "
         f"at {most:.2f}× by the highest that was seen, in place of {score.speedup:.2f}×."

@@ -9,17 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import logit
 
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.budget import AutoPlan
 from draftsmith.recipes.auto.score import Score, ServingLoad, potential
-from draftsmith.train.evaluation.forecast import FINISHED_RUNS
 
 LOOKUPS = ("ngram", "suffix")
-# Doublings of the steps from a fifth of a run to its end: over them finished runs grew as FINISHED_RUNS tells.
-DOUBLINGS = math.log2(5)
-
+# How much twice the steps added to the log-odds of acceptance of a kind, from the first rung of a search to a training
+# with all of its time: on code, dialogues and tables, as benchmarks/auto.py prints it (docs/auto.md).
+GROWTH = {
+    "eagle3": (0.270,),
+    "medusa": (0.113,),
+    "hydra": (0.142,),
+    "dflash": (0.619,),
+    "draft_model": (0.135,),
+}
 
 Training = Callable[[str, int], tuple[Score, Costs]]  # of a kind, for so many steps in all
 
@@ -56,15 +60,19 @@ def run_rung(
 def with_forecast(score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
     """Return a kind with its forecast for the case that the rest of the training is all its own."""
     doublings = math.log2(plan.final_steps(score.name, score.steps) / score.steps)
-    usual, most = growth_per_doubling()
+    usual, most = growth_per_doubling(score.name)
     reached, best = (potential(score, growth * doublings, costs, load) for growth in (usual, most))
     return Contender(score, reached, max(reached, best))
 
 
-def growth_per_doubling() -> tuple[float, float]:
-    """Return how much twice the steps add to the log-odds of acceptance: the median of finished runs, and the most."""
-    growth = [(logit(run.end) - logit(run.fifth)) / DOUBLINGS for run in FINISHED_RUNS]
-    return float(np.median(growth)), float(max(growth))
+def growth_per_doubling(kind: str) -> tuple[float, float]:
+    """Return how much twice the steps add to the log-odds of acceptance of a kind: the usual, and the most seen.
+
+    Sizes of a kind are taken to grow as it does, and a kind that was never seen as all of them.
+    """
+    everything = [growth for of_kind in GROWTH.values() for growth in of_kind]
+    seen = GROWTH.get(kind.partition("@")[0], everything)
+    return float(np.median(seen)), max(seen)
 
 
 def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> Rung:

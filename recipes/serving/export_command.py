@@ -13,6 +13,7 @@ from draftsmith.models import Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.storage.files import real_path, write_json
 from draftsmith.models.storage.typed_json import to_json
+from draftsmith.models.training_free.ngram import Ngram
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE
 from draftsmith.recipes.evaluation.comparison import evaluate_side_by_side, write_evaluations
@@ -124,6 +125,8 @@ def check_exported(
     speculative = speculative_config(exported.kind, str(real_path(exported.directory)), draft_length)
     target, name = as_served(exported, target)
     drafter = load_drafter(name, target)
+    if isinstance(drafter, Ngram):
+        drafter = Ngram(replace(drafter.config, occurrence="earliest"))  # the copy that vLLM continues
     is_timed = not engine.startswith("http")
     report = check_engine(engine, speculative, drafter, target, prompts.token_ids, max_new_tokens, is_timed)
     if is_timed:

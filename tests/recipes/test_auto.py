@@ -236,7 +236,8 @@ def score_of(name: str, rate: float, speedup: float = 1.5, steps: int = 100) -> 
 
 
 def test_what_can_still_be_reached_grows_with_the_steps() -> None:
-    usual, most = growth_per_doubling()
+    assert growth_per_doubling("eagle3@2") == growth_per_doubling("eagle3") != growth_per_doubling("hydra")
+    usual, most = growth_per_doubling("eagle")  # which no search was seen with
     assert 0 < usual < most
     costs = costs_of(1.0)
     found = [potential(score_of("eagle3", 0.4), growth, costs, LOAD) for growth in (0.0, usual, most)]

@@ -42,6 +42,7 @@ from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.training_free.ngram import Ngram, NgramConfig
 from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.score import ServingLoad
+from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.server_settings import WatchSettings
 from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, RANDOM, REFUSED
@@ -432,6 +433,15 @@ def test_vllms_suffixes_write_our_text(venv: Path, target: Target, held_out: lis
     print(f"suffix: {run.counters}")
     assert compare_outputs(target, held_out, plain.token_ids, run.token_ids).divergences == 0
     assert len(held_out) < run.counters.num_accepted_tokens < run.counters.num_draft_tokens
+
+
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+def test_lookups_are_exported_and_checked(lookup: str, venv: Path, target: Target, tmp_path: Path) -> None:
+    """vLLM continues another copy of an n-gram than ours does by default, and suffixes by rules of its own."""
+    write_jsonl(tmp_path / "prompts.jsonl", prompts_for(target, held_out=True)[:20])
+    arguments = ["--target", target.name, "--engine", "vllm", "--check", str(venv), "--draft-length", "4"]
+    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "32", "--repeats", "1"]
+    assert main(["export", lookup, *arguments, "--out", str(tmp_path / "out")]) == 0
 
 
 def test_vllm_tells_what_its_rounds_cost(venv: Path, target: Target, held_out: list[list[int]]) -> None:
