@@ -40,7 +40,7 @@ from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 NUM_PROMPTS, NEW_TOKENS = 3000, 96
-LENGTHS = (1, 2, 3, 4, 6, 8)  # tokens drafted a round, of which each drafter's best counts
+LENGTHS = (1, 2, 4, 8)  # tokens drafted a round, of which each drafter's best counts
 DEPTH = 4  # tokens drafted a round, for the growth
 TRAFFICS = ("code", "dialogue", "tables")
 
@@ -134,12 +134,13 @@ def growth_between(before: Score, after: Score) -> float:
 
 
 def shown(name: str) -> str:
-    """Return the name of a kind for the table: `search:eagle3` for a checkpoint of the search."""
-    parts = Path(name).parts
+    """Return the name of a kind for the table: `search: suffix+hydra` for a cascade of the search."""
+    lookup, plus, path = name.rpartition("+")
+    parts = Path(path).parts
     if "checkpoints" not in parts:
         return name
-    place = parts.index("checkpoints")
-    return f"search: {parts[place - 1]}" if "search" in parts else f"alone: {parts[place - 1]}"
+    kind = lookup + plus + parts[parts.index("checkpoints") - 1]
+    return f"search: {kind}" if "search" in parts else f"alone: {kind}"
 
 
 def started(command: list[str], log: Path) -> None:
