@@ -178,6 +178,9 @@ def open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # argparse of Python before 3.11.4 writes help to it all the same
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def run_arguments(argv: Sequence[str]) -> int:
