@@ -35,6 +35,7 @@ from draftsmith.recipes.auto.score import Score, grown
 from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
+from draftsmith.recipes.pages.tables import ratio_text
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
@@ -113,10 +114,15 @@ def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[st
     )
 
 
-def growth_line(settings: AutoSettings, traffic: str, minutes: float, kind: str) -> str:
+def first_scores(settings: AutoSettings) -> list[Score]:
+    """Return the scores of all kinds that raced, after the first rung."""
+    rungs = Auto(settings, Console(quiet=True)).state.rungs
+    return [contender.score for rung in rungs[:1] for contender in rung.contenders]
+
+
+def growth_line(settings: AutoSettings, traffic: str, minutes: float, first: Score) -> str:
     """Return a line of the second table: a kind after the first rung, and trained alone, on the prompts of the race."""
-    search = Auto(settings, Console(quiet=True))
-    first = next(each.score for each in search.state.rungs[0].contenders if each.score.name == kind)
+    search, kind = Auto(settings, Console(quiet=True)), first.name
     checkpoint = checkpoints(settings.out.with_name(kind))[-1]
     last, _ = search.measured(str(checkpoint), kind, int(checkpoint.name.rpartition("-")[2]))
     before, after = (acceptance_length(score.rates, DEPTH) for score in (first, last))
@@ -192,10 +198,21 @@ def main() -> None:
     for traffic, minutes in cases:
         settings = settings_of(args.folder, traffic, minutes)
         print(line_of(settings, traffic, minutes, settings.kinds), flush=True)
+    print("\n| traffic | minutes | drafter | draft length | speedup | tokens a round |\n|---|---|---|---|---|---|")
+    for traffic, minutes in cases:
+        settings = settings_of(args.folder, traffic, minutes)
+        for evaluation in compare(settings, settings.kinds):
+            row = evaluation.best
+            speedup = ratio_text(row.speed.speedup, row.speed.speedup_ci95)
+            print(
+                f"| {traffic} | {minutes:g} | {shown(evaluation.drafter)} | {row.setting.draft_length} | {speedup} "
+                f"| {row.tokens_a_round:.2f} |"
+            )
     print("\n| kind | traffic | minutes | steps | steps alone | tokens a round | alone | growth |\n|" + 8 * "---|")
-    for kind in settings_of(args.folder, *cases[0]).kinds:
-        for traffic, minutes in cases:
-            print(growth_line(settings_of(args.folder, traffic, minutes), traffic, minutes, kind), flush=True)
+    for traffic, minutes in cases:
+        settings = settings_of(args.folder, traffic, minutes)
+        for score in first_scores(settings):
+            print(growth_line(settings, traffic, minutes, score), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,11 @@ SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
 TIMED_BATCHES = 2  # of answers: one alone ends with few requests that still run
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
-# The certificates of the winner, a cascade and two lookups. That of one lookup takes a share of a trial of this size.
-CERTIFICATES = 6.0  # times that of a lookup, as a winner is verified in more modes
-TRIAL, WHOLE = CertifySettings(num_prompts=4, num_texts=16), CertifySettings(num_prompts=MOST)
+# How often all certificates take what that of one lookup takes. They are of four drafters, and those that are trained
+# are verified in more modes.
+CERTIFICATES = 6.0
+TRIAL = CertifySettings(num_prompts=4, num_texts=16)  # a certificate that is timed
+WHOLE = CertifySettings(num_prompts=MOST)  # a certificate of a search that has time enough
 FEWEST_TEXTS = 64  # sampled in each mode; greedily a quarter of them is decoded
 
 

@@ -45,7 +45,8 @@ class SearchResult:
         self.console.print(f"\nreport: {build_report(folder.comparison)}")
         print_summary(folder.comparison, self.console)
         pays = bool(within) and does_pay(within[0])
-        nothing = "nothing pays on this traffic at this load" if within else NONE_KEEPS_SLA
+        where = " in the bundled decoder" if self.settings.timed_engine else ""
+        nothing = f"nothing pays on this traffic at this load{where}" if within else NONE_KEEPS_SLA
         title = f"the best drafter is {within[0].drafter}" if pays else nothing
         lines = [*sla_lines(at_load, self.load.sla), *self.with_more_time()]
         write_whole(folder.page, auto_page(state, fastest_first(at_load), within, lines))

@@ -95,25 +95,41 @@ def evaluate_side_by_side(
             for name in measured:
                 rows[name].append(measurements[number].pool([of_rank[name] for of_rank in of_ranks if of_rank]))
         measuring_seconds = timer.seconds
-        env = environment(target)
-        evaluations = [
-            Evaluation(target=target.name, drafter=name, drafter_kind=drafter.kind, environment=env, results=rows[name])
-            for name, drafter in drafters.items()
-        ]
-        evaluations = with_diagnoses(evaluations, list(drafters.values()), target, prompt_sets)
+        evaluations = with_diagnoses(
+            evaluations_of(target, drafters, rows), list(drafters.values()), target, prompt_sets
+        )
         if options.certify:
             evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], options.certify, progress)
-    texts, costs = None, {}
-    if options.sample_texts:
-        leader = report_data_of(evaluations).leader[0].evaluation.drafter
-        possible = [settings for settings in grid if leader in measured_at(settings)]
-        texts = sample_texts(target, drafters[leader], leader, prompt_sets[0], possible)
+    texts = texts_of_leader(target, drafters, evaluations, prompt_sets[0], grid) if options.sample_texts else None
+    costs: dict[str, Costs] = {}
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
     evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
     write_evaluations(evaluations, costs, texts, out)
     return evaluations
+
+
+def evaluations_of(target: Target, drafters: dict[str, Drafter], rows: dict[str, list[Result]]) -> list[Evaluation]:
+    """Return an evaluation of each drafter with its rows."""
+    env = environment(target)
+    return [
+        Evaluation(target=target.name, drafter=name, drafter_kind=drafter.kind, environment=env, results=rows[name])
+        for name, drafter in drafters.items()
+    ]
+
+
+def texts_of_leader(
+    target: Target,
+    drafters: dict[str, Drafter],
+    evaluations: list[Evaluation],
+    prompts: PromptSet,
+    grid: list[MeasureSettings],
+) -> list[SampleText]:
+    """Return sample texts of the drafter that leads, at settings that it can draft at."""
+    name = report_data_of(evaluations).leader[0].evaluation.drafter
+    possible = [settings for settings in grid if settings.allows(drafters[name])]
+    return sample_texts(target, drafters[name], name, prompts, possible)
 
 
 def refuse_other_evaluations(out: Path, names: list[str]) -> None:
