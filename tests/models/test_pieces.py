@@ -88,11 +88,13 @@ def test_three_layers_are_whole_at_once(seen: list[list[dict[str, Any]]]) -> Non
 def test_a_process_that_is_sent_weights_holds_its_pieces_and_one_layer(
     seen: list[list[dict[str, Any]]], tiny_target: Target
 ) -> None:
-    """Or at the end its pieces, and all that is whole on each."""
+    """Or at the end its pieces, and all that is whole on each. gloo may let go of the last weight of a layer late."""
+    sent = max(weight.numel() for weight in tiny_target.decoder_layers.parameters())
     for both in seen[1:]:
         for one in both:
             ends = sum(weight.numel() for weight in tiny_target.model.parameters()) - one["all"]
-            assert one["most_in_loading"] <= 1.05 * FLOAT * (one["own"] + max(one["all"] // NUM_LAYERS, ends))
+            most = one["own"] + max(one["all"] // NUM_LAYERS, ends + sent)
+            assert one["most_in_loading"] <= 1.05 * FLOAT * most
 
 
 def test_a_layer_is_gathered_while_the_one_before_computes(seen: list[list[dict[str, Any]]]) -> None:
