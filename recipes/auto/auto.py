@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from accelerate import PartialState
 from rich.console import Console
 
@@ -29,7 +30,7 @@ from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
-from draftsmith.recipes.auto.budget import make_plan, plan_lines, recipe_of_auto
+from draftsmith.recipes.auto.budget import in_words, make_plan, plan_lines, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.folder import SearchFolder
@@ -53,7 +54,8 @@ from draftsmith.recipes.quickstart.budget import ANSWERS
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig, train
 
-COST_SECONDS = 10.0  # for the costs of one drafter
+COST_SHARE = 0.005  # of the budget, for the costs of one drafter
+COST_SECONDS = (10.0, 60.0)  # they take at least, and at most
 MOST_REPEATS = 25
 
 
@@ -116,7 +118,7 @@ class Auto:
         drafters = new_contenders(self.kinds, target, settings.engine)
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
         training = read_prompts(self.folder.prompts.training)
-        self.console.print(f"measuring what {settings.budget:g} hours allow on this machine ...")
+        self.console.print(f"measuring what {in_words(settings.budget)} allow on this machine ...")
         plan = make_plan(target, training, drafters, settings.budget, self.answers)
         needed = {
             kind: needed_rate(self.costs(kind, drafter, plan.num_threads), longest_draft(drafter), self.load)
@@ -274,7 +276,8 @@ class Auto:
             costs = self.engine.costs(name, drafter, longest)
         else:
             context = min(self.load.context, longest_context(self.target, longest))
-            reach = CostRange(self.load.batch_size, context, longest, seconds=COST_SECONDS)
+            seconds = float(np.clip(3600 * COST_SHARE * self.settings.budget, *COST_SECONDS))
+            reach = CostRange(self.load.batch_size, context, longest, seconds=seconds)
             with cpu_threads(num_threads):
                 costs = measure_costs(self.target, drafter, reach, name)
         write_json(path, to_json(costs))

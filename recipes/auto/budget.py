@@ -179,7 +179,7 @@ def plan_lines(plan: AutoPlan) -> list[str]:
     steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
     least = plan.least_seconds / 3600
     too_small = (
-        f"--budget {plan.hours:g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
+        f"--budget {plan.hours:.2g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
         f"{FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
     )
     return [
@@ -189,3 +189,8 @@ def plan_lines(plan: AutoPlan) -> list[str]:
         f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring, "
         f"and certificates of {plan.certificates.num_texts} sampled texts",
     ]
+
+
+def in_words(hours: float) -> str:
+    """Return a budget in words: `8 hours`, or `10 minutes` where it is less than an hour."""
+    return f"{hours:.3g} hours" if hours >= 1 else f"{60 * hours:.3g} minutes"

@@ -4,6 +4,7 @@ import math
 
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
+from draftsmith.recipes.auto.budget import in_words
 from draftsmith.recipes.auto.race import Rung, growth_per_doubling
 from draftsmith.recipes.auto.score import Score, ServingLoad, potential
 from draftsmith.recipes.auto.state import AutoState
@@ -93,8 +94,8 @@ def plan(state: AutoState) -> Section:
         for kind, seconds in state.plan.step_seconds.items()
     ]
     lead = (
-        f"{state.plan.hours:g} hours: {state.plan.num_answers} answers of the target, {state.plan.num_rungs} rungs of "
-        f"{state.plan.rung_seconds / 60:.1f} minutes, {state.plan.final_seconds / 60:.1f} minutes for the winner."
+        f"{in_words(state.plan.hours)}: {state.plan.num_answers} answers of the target, {state.plan.num_rungs} rungs "
+        f"of {state.plan.rung_seconds / 60:.1f} minutes, {state.plan.final_seconds / 60:.1f} minutes for the winner."
     )
     summaries = [summary.text for summary in (state.traffic, state.answers) if summary]
     notes = [f"{text[:1].upper()}{text[1:]}." for text in summaries]

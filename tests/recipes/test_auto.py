@@ -331,7 +331,7 @@ def test_a_decision_says_who_goes_on_and_why() -> None:
 @pytest.fixture
 def settings(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AutoSettings:
     """A search of some seconds."""
-    monkeypatch.setattr(auto, "COST_SECONDS", 0.1)
+    monkeypatch.setattr(auto, "COST_SECONDS", (0.1, 0.1))
     monkeypatch.setattr(comparison, "with_certificates", lambda evaluations, *_: evaluations)  # half a minute
     monkeypatch.setattr(budget, "fastest_num_threads", lambda plain, prompts: (1, 0.01))
     return AutoSettings(
