@@ -1,6 +1,6 @@
 """`draftsmith auto` beside training every kind with all of the time, on three kinds of traffic of the embedded target.
 
-    python benchmarks/auto.py FOLDER [--traffic code dialogue tables] [--minutes 10 40] [--jobs 2]
+    python benchmarks/auto.py FOLDER [--traffic code dialogue tables] [--minutes 10 40] [--jobs 2] [--plot FILE]
 
 A search gets so many minutes, on one thread. Then each of its kinds alone gets the time that the search had for its
 race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
@@ -16,10 +16,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from acceptance_forecast import tables
+from matplotlib.figure import Figure
 from rich.console import Console
 from scipy.optimize import brentq
 
@@ -35,6 +37,7 @@ from draftsmith.recipes.auto.score import Score, grown
 from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
+from draftsmith.recipes.pages.figures import BASELINE_COLOUR, COLOURS, save_plot
 from draftsmith.recipes.pages.tables import ratio_text
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train import train
@@ -44,6 +47,7 @@ NUM_PROMPTS, NEW_TOKENS = 3000, 96
 LENGTHS = (1, 2, 4, 8)  # tokens drafted a round, of which each drafter's best counts
 DEPTH = 4  # tokens drafted a round, for the growth
 TRAFFICS = ("code", "dialogue", "tables")
+PANEL = 2.2  # inches
 
 
 def prompts_of(traffic: str, target: Target) -> list[Prompt]:
@@ -149,6 +153,23 @@ def shown(name: str) -> str:
     return f"search: {kind}" if "search" in parts else f"alone: {kind}"
 
 
+def draw(cases: list[tuple[str, AutoSettings]], figure: Figure) -> None:
+    """Draw a panel for each case: speedups with their intervals, the search's choice in another colour."""
+    panels = figure.subplots(len(cases), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, settings) in zip(panels, cases, strict=True):
+        ranked, chosen = compare(settings, settings.kinds)[::-1], chosen_by(settings)
+        for place, evaluation in enumerate(ranked):
+            speed = evaluation.best.speed
+            assert speed.speedup_ci95
+            colour = COLOURS[1] if evaluation.drafter == chosen else COLOURS[0]
+            axes.plot(speed.speedup_ci95, [place, place], "-", color=colour)
+            axes.plot(speed.speedup, place, "o", color=colour)
+        axes.set_yticks(range(len(ranked)), [shown(evaluation.drafter) for evaluation in ranked])
+        axes.axvline(1, color=BASELINE_COLOUR, linewidth=1)
+        axes.set_title(title)
+    panels[-1].set_xlabel("Speedup (the search's choice is orange)")
+
+
 def started(command: list[str], log: Path) -> None:
     """Run a command on one thread, with its output in a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +184,7 @@ def main() -> None:
     parser.add_argument("--traffic", nargs="+", choices=TRAFFICS, default=list(TRAFFICS))
     parser.add_argument("--minutes", nargs="+", type=float, default=[10.0, 40.0])
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time, of one thread each")
+    parser.add_argument("--plot", type=Path, help="PNG of the second table")
     parser.add_argument("--only", nargs=3, help=argparse.SUPPRESS)  # traffic, minutes, and the search or a kind
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -213,6 +235,12 @@ def main() -> None:
         settings = settings_of(args.folder, traffic, minutes)
         for score in first_scores(settings):
             print(growth_line(settings, traffic, minutes, score), flush=True)
+    if args.plot:
+        panels = [
+            (f"{traffic}, {minutes:g} minutes", settings_of(args.folder, traffic, minutes))
+            for traffic, minutes in cases
+        ]
+        save_plot(args.plot, partial(draw, panels), PANEL * len(panels))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The engine is an environment that has vLLM, or a vLLM that is running (vllm_run.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from draftsmith.inference import SpeculativeDecoder
@@ -21,7 +22,9 @@ from draftsmith.recipes.serving.engine_speed import EngineSpeed, engine_speed
 from draftsmith.recipes.serving.vllm_run import EngineJob, EngineRun, SpeculativeConfig, run_address, run_environment
 from draftsmith.train.engine.vllm_counters import Counters
 
-TOLERANCE = 0.02  # largest relative difference of mean acceptance lengths that counts as agreement
+# The largest relative difference of mean acceptance lengths that counts as agreement. Half precision has near ties in
+# drafts as in texts. In fp32 they are rare, so that a difference as small as that of a wrong layer is found.
+TOLERANCE, FP32_TOLERANCE = 0.02, 0.001
 OUR_BATCH_SIZE = 16
 OWN_RULES = ("suffix",)  # kinds that vLLM drafts with by rules of its own, so that its counters are its own
 
@@ -36,6 +39,7 @@ class EngineReport:
     ours: Stats  # over all prompts, counted as engines do
     engine: EngineRun
     texts: LosslessCheck  # the engine's texts against ours
+    in_fp32: bool
     speed: EngineSpeed | None = None  # with the drafter against without it; None: not timed
 
     @property
@@ -49,9 +53,14 @@ class EngineReport:
         return abs(self.engine.counters.mean_acceptance_length / self.ours.mean_acceptance_length - 1)
 
     @property
+    def tolerance(self) -> float:
+        """The largest relative difference that counts as agreement: a text that went on otherwise is counted so."""
+        return FP32_TOLERANCE if self.in_fp32 and not self.texts.near_tie_divergences else TOLERANCE
+
+    @property
     def agrees(self) -> bool:
         """Whether texts differ at near ties alone, and acceptance lengths little where the engine drafts as we do."""
-        is_counted_alike = self.kind in OWN_RULES or self.relative_difference <= TOLERANCE
+        is_counted_alike = self.kind in OWN_RULES or self.relative_difference <= self.tolerance
         return is_counted_alike and self.texts.divergences == 0
 
     def to_json(self) -> dict[str, object]:
@@ -64,6 +73,7 @@ class EngineReport:
             "ours": counts_of(self.ours),
             "theirs": counts_of(self.engine.counters),
             "relative_difference": self.relative_difference,
+            "tolerance": self.tolerance,
             "texts": self.texts,
             "agrees": self.agrees,
             "speed": self.speed,
@@ -108,7 +118,7 @@ def check_engine(
     if not run.counters.num_drafts:
         raise UserError(f"{engine} drafted nothing: it does not serve with this drafter")
     texts = compare_outputs(target, prompts, output.token_ids, run.token_ids)
-    return EngineReport(drafter.kind, draft_length, output.stats, ours, run, texts)
+    return EngineReport(drafter.kind, draft_length, output.stats, ours, run, texts, target.dtype == torch.float32)
 
 
 def counted_as_engines_do(

@@ -256,7 +256,7 @@ def test_card_says_what_an_engine_made_of_it(
     if accepted is not None:
         ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
         run = EngineRun("vLLM 0", [[1]], Counters(10, 40, accepted))
-        report = EngineReport("medusa", 4, ours, ours.total, run, LosslessCheck(1, 1, 0, 0))
+        report = EngineReport("medusa", 4, ours, ours.total, run, LosslessCheck(1, 1, 0, 0), in_fp32=True)
     write_card(exported, tmp_path / "checkpoint", {}, None, report)
     assert said in (tmp_path / "out/README.md").read_text()
 
@@ -267,7 +267,7 @@ def test_a_failed_check_is_on_the_card(
     """The directory stays, with what was found; nothing of it is pushed."""
     ours = OutputStats([Stats(4, num_drafts=10, num_accepted_tokens=12)])
     run = EngineRun("vLLM 0", [[1]], Counters(10, 40, 0))
-    report = EngineReport("medusa", 4, ours, ours.total, run, LosslessCheck(1, 1, 0, 0))
+    report = EngineReport("medusa", 4, ours, ours.total, run, LosslessCheck(1, 1, 0, 0), in_fp32=True)
     monkeypatch.setattr(export_command, "check_exported", lambda *_: report)
     checkpoint, out = save_checkpoint("medusa", tiny_target, tmp_path / "checkpoint"), tmp_path / "out"
     settings = {"prompts": prompts, "num_prompts": 1, "draft_length": (2,), "max_new_tokens": 4, "repeats": 1}
@@ -351,6 +351,9 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
     venv = fake_venv(tmp_path / "venv", answer)
     report = check_engine(str(venv), settings, drafter, tiny_target, prompts, 40, is_timed=True)
     assert report.agrees == (change == "none")
+    assert report.tolerance == 0.001
+    near_tie = replace(report.texts, near_tie_divergences=1)
+    assert replace(report, texts=near_tie).tolerance == replace(report, in_fp32=False).tolerance == 0.02
     assert replace(report, kind="suffix").agrees == (change != "text")  # which vLLM drafts by rules of its own
     assert to_json(report)["agrees"] == report.agrees
     assert report.texts.identical == (0 if change == "text" else len(prompts))
