@@ -36,6 +36,7 @@ from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.reading import read_typed
+from draftsmith.recipes.auto.traffic import longest_prompt
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 
@@ -63,7 +64,9 @@ class Observed:
 def traffics(target: Target) -> dict[str, list[Prompt]]:
     """Return the prompts of each kind of traffic in random order."""
     questions = [prompt for prompt in prompts_for(target, held_out=False) if prompt.messages is not None]
-    return {**all_prompts(), "questions": questions, "tables": tables()}
+    room = longest_prompt(target, NEW_TOKENS)
+    short = [prompt for prompt in tables() if len(target.encode(str(prompt.text))) <= room]
+    return {**all_prompts(), "questions": questions, "tables": short}
 
 
 def tables() -> list[Prompt]:
