@@ -91,7 +91,7 @@ def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
     paths = evaluation_paths(out, names)
     if not all(path.is_file() for path in paths):
         grid = [replace(search.measuring, draft=length, repeats=MOST_REPEATS) for length in LENGTHS]
-        options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0, skips_too_long=True)
+        options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0, skips_impossible=True)
         evaluate_side_by_side(search.target, names, [search.prompt_set(search.folder.prompts.test)], grid, out, options)
     return fastest_first([read_evaluation(path) for path in paths])
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from draftsmith.inference.decoding.batch_engine import GenerationSettings
 from draftsmith.inference.decoding.counters import Stats, length_interval, total_of
 from draftsmith.inference.decoding.decoder import SpeculativeDecoder, check_sampling, resolve_settings
-from draftsmith.inference.decoding.schedule import AnySchedule
+from draftsmith.inference.decoding.schedule import AnySchedule, Confident
 from draftsmith.inference.measuring.bandwidth import bandwidth_floor_share, memory_bandwidth
 from draftsmith.inference.measuring.baselines import Baseline
 from draftsmith.inference.measuring.calibration import calibration_bins, calibration_error
@@ -81,7 +81,11 @@ class MeasureSettings:
         )
 
     def allows(self, drafter: Drafter) -> bool:
-        """Return whether a drafter can make drafts that are so long."""
+        """Return whether a drafter can make drafts that are so long, branch where they do, and tell how sure it is."""
+        if isinstance(self.draft, Tree) and not drafter.can_branch:
+            return False
+        if isinstance(self.draft, Confident) and not drafter.can_sample:
+            return False
         return drafter.max_draft_length is None or self.draft_length <= drafter.max_draft_length
 
 

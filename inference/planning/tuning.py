@@ -87,10 +87,12 @@ def tune(
     prompts: PromptSet,
     settings: MeasureSettings,
     batches: Sequence[int],
+    cost_seconds: float = CostRange.seconds,
 ) -> tuple[Tuning, Costs]:
     """Measure acceptance at the longest draft length, then costs; return the best draft for each of some batch sizes.
 
-    The batch sizes rise. Raises `UserError` where no answer is longer than a token.
+    The batch sizes rise, and costs are measured for about `cost_seconds`. Raises `UserError` where no answer is longer
+    than a token.
     """
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))
@@ -100,7 +102,7 @@ def tune(
     rates = rates_of_rounds(total.conditional_acceptance_rates, total.num_drafts, total.num_rounds)
     greedy = settings.temperature == 0
     nodes = TREE_NODES if drafter.can_branch and greedy else 0
-    reach = CostRange(max(batches), min(context, longest_context(target, longest, nodes)), longest, nodes)
+    reach = CostRange(max(batches), min(context, longest_context(target, longest, nodes)), longest, nodes, cost_seconds)
     costs = measure_costs(target, drafter, reach, name).drafting_with(DraftChances.of(total))
     length_reach = tokens_reach(decoded.stats.requests)
     schedule = fit_schedule(rates, costs, batches, context, length_reach)

@@ -47,6 +47,7 @@ from draftsmith.recipes.auto.score import (
 )
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import describe_answers, divide, longest_prompt
+from draftsmith.recipes.auto.tuned_drafts import TunedDrafts, tuned_drafts
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.evaluation.inputs import load_target
@@ -199,6 +200,10 @@ class Auto:
             name, steps = f"{lookup.name}+{self.state.final.name}", self.state.final.steps
             score, _ = self.scored(self.folder.drafter_of(name, steps), name, steps)
             self.save(replace(self.state, cascade=score))
+        if self.state.final and self.state.tuned is None and not self.settings.engine:
+            tuned = decided_by_first(self.tuned)
+            self.save(replace(self.state, tuned=tuned))
+            self.console.print(tuned.text)
         finalists = self.state.finalists
         names, paths = self.folder.drafters_of(finalists), self.folder.evaluations(finalists)
         if decided_by_first(lambda: not all(path.is_file() for path in paths)):
@@ -208,15 +213,25 @@ class Auto:
                 certify=plan.certificates,
                 minutes=plan.measure_minutes,
                 sample_texts=True,
-                skips_too_long=True,
+                skips_impossible=True,
                 costs=True,
             )
             evaluate_side_by_side(self.target, names, [test], self.grid(), self.folder.comparison, options)
+
+    def tuned(self) -> TunedDrafts:
+        """Return the trees and other drafts that are predicted to serve the winner better than chains."""
+        assert self.state.final
+        final, threads = self.state.final, self.state.plan.num_threads
+        drafter = load_drafter(self.folder.drafter_of(final.name, final.steps), self.target)
+        prompts = self.prompt_set(self.folder.prompts.racing)
+        with cpu_threads(threads):
+            return tuned_drafts(self.target, drafter, final.name, prompts, self.measuring, self.cost_seconds)
 
     def grid(self) -> list[MeasureSettings]:
         """Return the settings that are measured at the end: the draft lengths foretold as best, by batch size.
 
         Smaller batches than the load's are measured for the schedule that is exported: a server's load comes and goes.
+        The winner's other drafts are measured at the load alone.
         """
         grid = []
         for size in batch_sizes(self.load.batch_size):
@@ -227,7 +242,8 @@ class Auto:
                 replace(self.measuring, batch_size=size, draft=length, repeats=MOST_REPEATS)
                 for length in dict.fromkeys(lengths)
             ]
-        return grid
+        others = self.state.tuned.drafts if self.state.tuned else []
+        return grid + [replace(self.measuring, draft=draft, repeats=MOST_REPEATS) for draft in others]
 
     # --- training and scoring
 
@@ -276,12 +292,16 @@ class Auto:
             costs = self.engine.costs(name, drafter, longest)
         else:
             context = min(self.load.context, longest_context(self.target, longest))
-            seconds = float(np.clip(3600 * COST_SHARE * self.settings.budget, *COST_SECONDS))
-            reach = CostRange(self.load.batch_size, context, longest, seconds=seconds)
+            reach = CostRange(self.load.batch_size, context, longest, seconds=self.cost_seconds)
             with cpu_threads(num_threads):
                 costs = measure_costs(self.target, drafter, reach, name)
         write_json(path, to_json(costs))
         return costs
+
+    @property
+    def cost_seconds(self) -> float:
+        """The seconds that measuring the costs of one drafter takes."""
+        return float(np.clip(3600 * COST_SHARE * self.settings.budget, *COST_SECONDS))
 
     @cached_property
     def engine(self) -> EngineTimes | None:

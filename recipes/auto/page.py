@@ -53,6 +53,7 @@ def race(state: AutoState) -> Section:
     lookups = table_of("Lookups, which need no training", map(score_row, state.lookups))
     rungs = [rung_table(number, rung) for number, rung in enumerate(state.rungs, 1)]
     lines = [rung.decision for rung in state.rungs] + ([state.over] if state.over else [])
+    lines += [state.tuned.text] if state.tuned else []
     lead = "Speedups are predicted from acceptance on the prompts of the race and from measured costs."
     if any(score.within_sla is not None for score in state.lookups):
         lead += " Only requests that are predicted to keep the SLA count."

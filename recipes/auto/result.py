@@ -10,11 +10,12 @@ from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.auto.folder import SearchFolder
 from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
 from draftsmith.recipes.auto.score import ServingLoad
-from draftsmith.recipes.auto.service_level import at_batch_size, fastest_first, sla_lines, within_sla
+from draftsmith.recipes.auto.service_level import at_batch_size, chains_alone, fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
+from draftsmith.recipes.pages.tables import draft_text
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.export import why_not_served
@@ -47,17 +48,18 @@ class SearchResult:
         pays = bool(within) and does_pay(within[0])
         where = " in the bundled decoder" if self.settings.timed_engine else ""
         nothing = f"nothing pays on this traffic at this load{where}" if within else NONE_KEEPS_SLA
-        title = f"the best drafter is {within[0].drafter}" if pays else nothing
+        title = f"the best drafter is {within[0].drafter}, {draft_text(within[0].best.setting)}" if pays else nothing
         lines = [*sla_lines(at_load, self.load.sla), *self.with_more_time()]
         write_whole(folder.page, auto_page(state, fastest_first(at_load), within, lines))
         self.console.print(f"how it was found: {folder.page}", soft_wrap=True)
         for line in (title, *lines):
             self.console.print(line, soft_wrap=True)
+        chains = fastest_first(chains_alone(within))
         paying = (
-            self.paying_in_engine(within) if self.settings.timed_engine else [row for row in within if does_pay(row)]
+            self.paying_in_engine(chains) if self.settings.timed_engine else [row for row in chains if does_pay(row)]
         )
         if paying:
-            self.export_fastest(paying, {evaluation.drafter: evaluation for evaluation in evaluations})
+            self.export_fastest(paying, {evaluation.drafter: evaluation for evaluation in chains_alone(evaluations)})
 
     def paying_in_engine(self, evaluations: list[Evaluation]) -> list[Evaluation]:
         """Return what is foretold to pay in the engine, the fastest first, and say how fast each of them would be.

@@ -1,5 +1,6 @@
 """Which drafters kept the SLA where they were measured at the end, and which of them is best."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from draftsmith.inference.measuring.results import Evaluation, Percentiles, Result
@@ -13,18 +14,24 @@ def kept(row: Result, sla: Sla) -> bool | None:
 
 def within_sla(evaluations: list[Evaluation], sla: Sla) -> list[Evaluation]:
     """Return what was measured at the settings that are not shown to break the SLA."""
-    found = []
-    for evaluation in evaluations:
-        rows = [row for row in evaluation.results if kept(row, sla) is not False]
-        found += [replace(evaluation, results=rows)] if rows else []
-    return found
+    return with_rows(evaluations, lambda row: kept(row, sla) is not False)
 
 
 def at_batch_size(evaluations: list[Evaluation], batch_size: int) -> list[Evaluation]:
     """Return what was measured at one batch size."""
+    return with_rows(evaluations, lambda row: row.setting.batch_size == batch_size)
+
+
+def chains_alone(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Return what was measured with chains of one length, which every engine that serves a drafter can draft."""
+    return with_rows(evaluations, lambda row: not row.setting.tree_nodes and not row.setting.schedule)
+
+
+def with_rows(evaluations: list[Evaluation], is_wanted: Callable[[Result], bool]) -> list[Evaluation]:
+    """Return the evaluations that have wanted rows, with these alone."""
     found = []
     for evaluation in evaluations:
-        rows = [row for row in evaluation.results if row.setting.batch_size == batch_size]
+        rows = [row for row in evaluation.results if is_wanted(row)]
         found += [replace(evaluation, results=rows)] if rows else []
     return found
 

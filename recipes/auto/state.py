@@ -6,6 +6,7 @@ from draftsmith.recipes.auto.budget import AutoPlan
 from draftsmith.recipes.auto.race import Rung
 from draftsmith.recipes.auto.score import Score
 from draftsmith.recipes.auto.traffic import AnswerSummary, TrafficSummary
+from draftsmith.recipes.auto.tuned_drafts import TunedDrafts
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class AutoState:
     over: str | None = None  # why the race ended before the last rung
     final: Score | None = None  # the winner after its last training
     cascade: Score | None = None  # the better lookup before the winner
+    tuned: TunedDrafts | None = None  # the winner's other drafts; engines serve none
 
     @property
     def finalists(self) -> list[Score]:

@@ -46,7 +46,7 @@ class EvaluationOptions:
     baselines: tuple[str, ...] = ()  # of transformers, at batch size 1
     minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
     sample_texts: bool = False  # write samples.json
-    skips_too_long: bool = False  # leave out settings whose drafts are longer than a drafter can make; else refuse them
+    skips_impossible: bool = False  # leave out settings with drafts that a drafter cannot make; else refuse them
     costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
 
 
@@ -69,7 +69,7 @@ def evaluate_side_by_side(
     drafters = loaded_drafters(target, names)
 
     def measured_at(settings: MeasureSettings) -> dict[str, Drafter]:
-        return {name: each for name, each in drafters.items() if settings.allows(each) or not options.skips_too_long}
+        return {name: each for name, each in drafters.items() if settings.allows(each) or not options.skips_impossible}
 
     for settings in grid:
         check_settings(settings, measured_at(settings))

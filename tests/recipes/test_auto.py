@@ -26,6 +26,7 @@ from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.measuring.spans import Span
+from draftsmith.inference.planning import tuning
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Target, save_drafter
@@ -46,7 +47,7 @@ from draftsmith.recipes.auto.score import (
     rates_of,
     speedup_of,
 )
-from draftsmith.recipes.auto.service_level import fastest_first, sla_lines, within_sla
+from draftsmith.recipes.auto.service_level import chains_alone, fastest_first, sla_lines, within_sla
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import (
     FEWEST,
@@ -478,12 +479,31 @@ def test_what_is_measured_at_the_end_is_measured_at_smaller_batches_too(
         assert {row.setting.batch_size for row in evaluation.results} == {1, 2, 3}
 
 
+def test_other_drafts_of_the_winner_are_measured_where_they_are_predicted_to_pay(
+    settings: AutoSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees cost little and are accepted more: one is measured at the load alone, and chains are exported."""
+    monkeypatch.setattr(auto, "why_over", lambda *_: None)
+    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
+    monkeypatch.setattr(tuning, "measure_costs", lambda *_: costs_of(0.1))
+    run(replace(settings, batch_size=2, drafters="medusa"))
+    state = read_sealed(AutoState, settings.out / "auto.json", "")
+    assert state.tuned
+    assert state.tuned.tree
+    found = [read_evaluation(path) for path in settings.out.glob("comparison/*/evaluation.json")]
+    trees = {e.drafter_kind: [row.setting for row in e.results if row.setting.tree_nodes] for e in found}
+    assert {kind for kind, rows in trees.items() if rows} == {"medusa"}
+    assert [(row.batch_size, row.tree_nodes) for row in trees["medusa"]] == [(2, state.tuned.tree.num_nodes)]
+    assert "predicted at draft length" in (settings.out / "auto.html").read_text()
+    assert {row.setting.tree_nodes for e in chains_alone(found) for row in e.results} == {None}
+
+
 def test_a_drafter_is_left_out_of_drafts_that_it_cannot_make(tiny_target: Target, tmp_path: Path) -> None:
     """Medusa has three heads here: drafts of five tokens are measured with a lookup alone, or refused."""
     save_drafter(untrained("medusa", tiny_target, num_heads=3), tmp_path / "medusa")
     names, prompts = [str(tmp_path / "medusa"), "ngram"], [PromptSet("p", [[5, 6, 7, 5, 6]])]
     grid = [MeasureSettings(draft=length, max_new_tokens=8, repeats=1) for length in (2, 5)]
-    options = comparison.EvaluationOptions(skips_too_long=True)
+    options = comparison.EvaluationOptions(skips_impossible=True)
     medusa, ngram = comparison.evaluate_side_by_side(tiny_target, names, prompts, grid, tmp_path / "out", options)
     assert [row.setting.draft_length for row in medusa.results] == [2]
     assert [row.setting.draft_length for row in ngram.results] == [2, 5]
