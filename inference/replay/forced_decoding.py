@@ -91,5 +91,7 @@ def force_answers(
         num_rounds = max(len(answer) for _, answer in batch) - 1
         if num_rounds < 1:
             continue
-        engine = ForcedBatchEngine(target, drafter, shape, [prompt + answer for prompt, answer in batch], num_rounds)
+        # rows whose answers have ended follow anything until the last one ends
+        whole = [prompt + answer + [0] * (num_rounds + 1 - len(answer)) for prompt, answer in batch]
+        engine = ForcedBatchEngine(target, drafter, shape, whole, num_rounds)
         yield ForcedBatch(batch, engine, start_forced(engine, [prompt for prompt, _ in batch]), num_rounds)

@@ -33,6 +33,17 @@ def test_rounds_are_the_decoders(kind: str, tiny_target: Target) -> None:
             assert stats.num_accepted_tokens == pytest.approx(sum(accepted for _, accepted in rounds), abs=3)
 
 
+def test_a_short_answer_stands_beside_a_longer_one(tiny_target: Target) -> None:
+    """Behind the longest prompt, too: the drafts of each are those that it has alone."""
+    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target).eval()
+    texts = [(list(range(5, 45)), [7, 8, 9]), ([5, 6, 7], list(range(5, 30)))]
+    together = draft_everywhere(drafter, tiny_target, texts, 3)
+    for text, drafts in zip(texts, together, strict=True):
+        (alone,) = draft_everywhere(drafter, tiny_target, [text], 3)
+        assert drafts.num_right.tolist() == alone.num_right.tolist()
+        assert drafts.confidence == pytest.approx(alone.confidence, rel=1e-4)
+
+
 def test_lengths_and_rounds_of_a_rule() -> None:
     drafts = Drafts(np.array([2, 0, 0, 1, 0]), np.array([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]] + 3 * [[0.5, 0.4, 0.1]]))
     assert drafts.lengths(Confident(3, 0.5)).tolist() == [3, 1, 2, 2, 2]
