@@ -55,8 +55,8 @@ def race(state: AutoState) -> Section:
     lines = [rung.decision for rung in state.rungs] + ([state.over] if state.over else [])
     lines += [state.tuned.text] if state.tuned else []
     lead = (
-        "Speedups are predicted from acceptance on the prompts of the race and from measured costs. They are of rounds: "
-        "whole texts, to which the reading of the prompt belongs, gain less."
+        "Speedups are predicted from acceptance on the prompts of the race and from measured costs. They are of "
+        "rounds: whole texts, to which the reading of the prompt belongs, gain less."
     )
     if any(score.within_sla is not None for score in state.lookups):
         lead += " Only requests that are predicted to keep the SLA count."
