@@ -141,14 +141,27 @@ def by_kind(row: Observed) -> list[float]:
     return [float(row.kind == kind) for kind in KINDS]
 
 
-# Of each forecast the columns of a linear fit of the log-odds at the end.
-FORECASTS: dict[str, Columns] = {
-    "the kind's mean": by_kind,
-    "kind, entropy": lambda row: [*by_kind(row), row.entropy],
-    "kind, lookup": lambda row: [*by_kind(row), row.lookup],
-    "kind, entropy, lookup": lambda row: [*by_kind(row), row.entropy, row.lookup],
-    "probe": lambda row: [1.0, odds(row.probe)],
-    "kind, probe": lambda row: [*by_kind(row), odds(row.probe)],
+@dataclass(frozen=True)
+class Forecast:
+    """A linear fit of the log-odds at the end, or of what training adds to those of the probe."""
+
+    columns: Columns
+    adds_to_probe: bool = False
+
+    def start(self, row: Observed) -> float:
+        """Return the log-odds to which the fit is added."""
+        return odds(row.probe) if self.adds_to_probe else 0.0
+
+
+FORECASTS = {
+    "the kind's mean": Forecast(by_kind),
+    "kind, entropy": Forecast(lambda row: [*by_kind(row), row.entropy]),
+    "kind, lookup": Forecast(lambda row: [*by_kind(row), row.lookup]),
+    "kind, entropy, lookup": Forecast(lambda row: [*by_kind(row), row.entropy, row.lookup]),
+    "probe": Forecast(lambda row: [1.0, odds(row.probe)]),
+    "kind, probe": Forecast(lambda row: [*by_kind(row), odds(row.probe)]),
+    "the kind's growth from the probe": Forecast(by_kind, adds_to_probe=True),
+    "the same, entropy, lookup": Forecast(lambda row: [*by_kind(row), row.entropy, row.lookup], adds_to_probe=True),
 }
 
 
@@ -157,11 +170,11 @@ def odds(share: float) -> float:
     return float(logit(min(MOST, max(LEAST, share))))
 
 
-def foretold(columns: Columns, known: list[Observed], row: Observed) -> float:
+def foretold(forecast: Forecast, known: list[Observed], row: Observed) -> float:
     """Return the acceptance length that a fit on known rows foretells for another one."""
-    matrix, ends = np.array([columns(one) for one in known]), np.array([odds(one.end) for one in known])
-    weights, *_ = np.linalg.lstsq(matrix, ends, rcond=None)
-    return length_of(float(expit(np.array(columns(row)) @ weights)))
+    matrix = np.array([forecast.columns(one) for one in known])
+    weights, *_ = np.linalg.lstsq(matrix, [odds(one.end) - forecast.start(one) for one in known], rcond=None)
+    return length_of(float(expit(forecast.start(row) + np.array(forecast.columns(row)) @ weights)))
 
 
 def length_of(share: float) -> float:
