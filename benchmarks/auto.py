@@ -178,6 +178,55 @@ def started(command: list[str], log: Path) -> None:
         subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=True)
 
 
+def run_all(folder: Path, cases: list[tuple[str, float]], num_jobs: int) -> None:
+    """Run the searches of all cases, then each kind alone, so many at a time; what is done already stays."""
+
+    def run(traffic: str, minutes: float, what: str) -> None:
+        settings = settings_of(folder, traffic, minutes)
+        done = settings.out / "auto.html" if what == "search" else settings.out.with_name(what) / "done"
+        if not done.is_file():
+            own = ["--only", traffic, f"{minutes:g}", what]
+            started([sys.executable, __file__, str(folder), *own], settings.out.with_name(f"{what}.log"))
+            done.touch()
+
+    searches = [(*case, "search") for case in cases]
+    alone = [(*case, kind) for case in cases for kind in settings_of(folder, *case).kinds]
+    with ThreadPoolExecutor(num_jobs) as pool:
+        list(pool.map(lambda each: run(*each), searches))
+        list(pool.map(lambda each: run(*each), alone))
+
+
+def run_one(settings: AutoSettings, what: str) -> None:
+    """Run the search, or one kind alone."""
+    if what == "search":
+        auto.run(settings, Console(width=120))
+    else:
+        train_alone(settings, what)
+
+
+def print_tables(folder: Path, cases: list[tuple[str, float]]) -> None:
+    """Print what the search chose beside the best, all drafters, and how much each kind grew."""
+    print("| traffic | minutes | chosen by the search | best of all | ratio | lookups |\n|---|---|---|---|---|---|")
+    for traffic, minutes in cases:
+        settings = settings_of(folder, traffic, minutes)
+        print(line_of(settings, traffic, minutes, settings.kinds), flush=True)
+    print("\n| traffic | minutes | drafter | draft length | speedup | tokens a round |\n|---|---|---|---|---|---|")
+    for traffic, minutes in cases:
+        settings = settings_of(folder, traffic, minutes)
+        for evaluation in compare(settings, settings.kinds):
+            row = evaluation.best
+            speedup = ratio_text(row.speed.speedup, row.speed.speedup_ci95)
+            print(
+                f"| {traffic} | {minutes:g} | {shown(evaluation.drafter)} | {row.setting.draft_length} | {speedup} "
+                f"| {row.tokens_a_round:.2f} |"
+            )
+    print("\n| kind | traffic | minutes | steps | steps alone | tokens a round | alone | growth |\n|" + 8 * "---|")
+    for traffic, minutes in cases:
+        settings = settings_of(folder, traffic, minutes)
+        for score in first_scores(settings):
+            print(growth_line(settings, traffic, minutes, score), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -190,51 +239,16 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.only:
         traffic, minutes, what = args.only
-        settings = settings_of(args.folder, traffic, float(minutes))
-        if what == "search":
-            auto.run(settings, Console(width=120))
-        else:
-            train_alone(settings, what)
+        run_one(settings_of(args.folder, traffic, float(minutes)), what)
         return
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     cases = [(traffic, minutes) for minutes in args.minutes for traffic in args.traffic]
     for traffic in args.traffic:
         write_prompts(args.folder / f"{traffic}.jsonl", prompts_of(traffic, target))
-
-    def job(traffic: str, minutes: float, what: str) -> None:
-        settings = settings_of(args.folder, traffic, minutes)
-        done = settings.out / "auto.html" if what == "search" else settings.out.with_name(what) / "done"
-        if not done.is_file():
-            own = ["--only", traffic, f"{minutes:g}", what]
-            started([sys.executable, __file__, str(args.folder), *own], settings.out.with_name(f"{what}.log"))
-            done.touch()
-
-    searches = [(*case, "search") for case in cases]
-    alone = [(*case, kind) for case in cases for kind in settings_of(args.folder, *case).kinds]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda each: job(*each), searches))
-        list(pool.map(lambda each: job(*each), alone))
+    run_all(args.folder, cases, args.jobs)
     env = environment(target)
     print(f"{env.command}, {env.device}, one thread a run, commit {env.git_commit}\n")
-    print("| traffic | minutes | chosen by the search | best of all | ratio | lookups |\n|---|---|---|---|---|---|")
-    for traffic, minutes in cases:
-        settings = settings_of(args.folder, traffic, minutes)
-        print(line_of(settings, traffic, minutes, settings.kinds), flush=True)
-    print("\n| traffic | minutes | drafter | draft length | speedup | tokens a round |\n|---|---|---|---|---|---|")
-    for traffic, minutes in cases:
-        settings = settings_of(args.folder, traffic, minutes)
-        for evaluation in compare(settings, settings.kinds):
-            row = evaluation.best
-            speedup = ratio_text(row.speed.speedup, row.speed.speedup_ci95)
-            print(
-                f"| {traffic} | {minutes:g} | {shown(evaluation.drafter)} | {row.setting.draft_length} | {speedup} "
-                f"| {row.tokens_a_round:.2f} |"
-            )
-    print("\n| kind | traffic | minutes | steps | steps alone | tokens a round | alone | growth |\n|" + 8 * "---|")
-    for traffic, minutes in cases:
-        settings = settings_of(args.folder, traffic, minutes)
-        for score in first_scores(settings):
-            print(growth_line(settings, traffic, minutes, score), flush=True)
+    print_tables(args.folder, cases)
     if args.plot:
         panels = [
             (f"{traffic}, {minutes:g} minutes", settings_of(args.folder, traffic, minutes))

@@ -24,7 +24,7 @@ class AutoState:
     over: str | None = None  # why the race ended before the last rung
     final: Score | None = None  # the winner after its last training
     cascade: Score | None = None  # the better lookup before the winner
-    tuned: TunedDrafts | None = None  # the winner's other drafts; engines serve none
+    tuned: TunedDrafts | None = None  # the winner's drafts that are no chains, where no engine is named
 
     @property
     def finalists(self) -> list[Score]:

@@ -482,7 +482,7 @@ def test_what_is_measured_at_the_end_is_measured_at_smaller_batches_too(
 def test_other_drafts_of_the_winner_are_measured_where_they_are_predicted_to_pay(
     settings: AutoSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees cost little and are accepted more: one is measured at the load alone, and chains are exported."""
+    """Trees cost little and are accepted more: one is measured at the load alone, and is not among what engines get."""
     monkeypatch.setattr(auto, "why_over", lambda *_: None)
     monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
     monkeypatch.setattr(tuning, "measure_costs", lambda *_: costs_of(0.1))
