@@ -82,18 +82,27 @@ def train_alone(settings: AutoSettings, kind: str) -> None:
 
 
 def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
-    """Measure the kinds that were trained alone, what the search trained, and lookups; return them, fastest first."""
+    """Measure the kinds that were trained alone, what the search trained, and lookups; return them, fastest first.
+
+    The fastest kind alone is then measured behind the better lookup of the search, too, as the search does with its own.
+    """
     search = Auto(settings, Console(quiet=True))
-    names = [str(checkpoints(settings.out.with_name(kind))[-1]) for kind in kinds] + search.folder.drafters_of(
-        search.state.finalists
-    )
-    out = settings.out.with_name("comparison")
+    alone = [str(checkpoints(settings.out.with_name(kind))[-1]) for kind in kinds]
+    found = measured(search, alone + search.folder.drafters_of(search.state.finalists), "comparison")
+    fastest = next(evaluation.drafter for evaluation in fastest_first(found) if evaluation.drafter in alone)
+    lookup = max(search.state.lookups, key=lambda score: score.speedup).name
+    return fastest_first(found + measured(search, [f"{lookup}+{fastest}"], "comparison_of_cascade"))
+
+
+def measured(search: Auto, names: list[str], folder: str) -> list[Evaluation]:
+    """Measure drafters in turns on the test prompts of a search, or read what an earlier call measured."""
+    out = search.settings.out.with_name(folder)
     paths = evaluation_paths(out, names)
     if not all(path.is_file() for path in paths):
         grid = [replace(search.measuring, draft=length, repeats=MOST_REPEATS) for length in LENGTHS]
         options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0, skips_impossible=True)
         evaluate_side_by_side(search.target, names, [search.prompt_set(search.folder.prompts.test)], grid, out, options)
-    return fastest_first([read_evaluation(path) for path in paths])
+    return [read_evaluation(path) for path in paths]
 
 
 def chosen_by(settings: AutoSettings) -> str:

@@ -3,8 +3,10 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
 from draftsmith.train.config import OptimizerConfig
 
@@ -26,18 +28,50 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move each matrix [m, n] that has a gradient."""
+        """Move each matrix [m, n] that has a gradient, of several processes one for each of them at a time."""
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-                momentum = state["momentum_buffer"].lerp_(matrix.grad, 1 - MOMENTUM)
-                direction = orthogonal(matrix.grad.lerp(momentum, MOMENTUM), product_dtype(matrix))
-                size = group["lr"] * SHARE_OF_ADAMW * math.sqrt(max(matrix.shape))
-                matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-size)
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            matrices.sort(key=Tensor.numel, reverse=True)  # processes that compute matrices of one size take as long
+            _, num_ranks = rank_and_num_ranks()
+            for first in range(0, len(matrices), num_ranks):
+                at_once = matrices[first : first + num_ranks]
+                for matrix, direction in zip(at_once, directions(list(map(self.update, at_once))), strict=True):
+                    size = group["lr"] * SHARE_OF_ADAMW * math.sqrt(max(matrix.shape))
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-size)
+
+    def update(self, matrix: torch.nn.Parameter) -> Tensor:
+        """Add the gradient of a matrix to its momentum, and return what its direction is computed of."""
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        momentum = state["momentum_buffer"].lerp_(matrix.grad, 1 - MOMENTUM)
+        return matrix.grad.lerp(momentum, MOMENTUM)
+
+
+def directions(updates: list[Tensor]) -> list[Tensor]:
+    """Return the direction of each of some updates [m, n], laid out as they are: in pieces under FSDP2.
+
+    There are no more of them than processes: each computes one, and all get it. So a process never holds more whole
+    matrices at once than there are processes.
+    """
+    rank, num_ranks = rank_and_num_ranks()
+    found = []
+    for owner, update in enumerate(updates):
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        own = orthogonal(whole, product_dtype(whole)).contiguous() if owner == rank else None
+        found.append(torch.empty(whole.shape, dtype=product_dtype(whole), device=whole.device) if own is None else own)
+    for owner, direction in enumerate(found):
+        if num_ranks > 1:
+            distributed.broadcast(direction, owner)
+    return [laid_out_as(update, direction) for update, direction in zip(updates, found, strict=True)]
+
+
+def laid_out_as(update: Tensor, whole: Tensor) -> Tensor:
+    """Return a whole matrix as it is, or a process's piece of it, where the update is in pieces."""
+    if not isinstance(update, DTensor):
+        return whole
+    return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
 
 
 def product_dtype(matrix: Tensor) -> torch.dtype:
@@ -55,6 +89,12 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = wide @ wide.T  # [rows, rows]
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
     return wide if len(matrix) <= matrix.shape[1] else wide.T
+
+
+def operations_of_direction(matrix: Tensor) -> int:
+    """Return the floating-point operations that the direction of a matrix takes."""
+    rows, columns = sorted(matrix.shape)
+    return POLYNOMIAL_STEPS * (4 * rows**2 * columns + 2 * rows**3)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

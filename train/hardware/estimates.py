@@ -22,7 +22,7 @@ from draftsmith.models.target.pieces import LAYERS_AT_ONCE
 from draftsmith.models.target.shape import TargetWeights, target_weights
 from draftsmith.models.target.target import FullTarget
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.optimizer import inner_matrices
+from draftsmith.train.optimizer import inner_matrices, operations_of_direction
 
 TRAINED_BYTES = 4 + 4 + 8  # fp32 weight, gradient and AdamW's two moments
 MUON_SPARES = 4  # of these bytes in each inner matrix: Muon has one moment
@@ -109,7 +109,8 @@ def estimate(
     by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else []
     spared = MUON_SPARES * sum(matrix.numel() for matrix in by_muon)
     return RunEstimate(
-        operations=tokens * operations_per_token(config, weights, drafter),
+        operations=tokens * operations_per_token(config, weights, drafter)
+        + config.run.steps * sum(map(operations_of_direction, by_muon)),
         ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
         layer_bytes=bytes_per_value * weights.weights_of_layers,
         drafter_bytes=TRAINED_BYTES * num_trained(drafter) - spared,

@@ -28,10 +28,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
     device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
     sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
-    if sharded and config.optimizer.matrices == "muon":
+    if sharded == "DEEPSPEED" and config.optimizer.matrices == "muon":
         raise UserError(
-            f"optimizer.matrices=muon needs whole matrices, and {sharded} holds pieces of them: start with "
-            "recipes/launch/ddp.yaml, or give optimizer.matrices=adamw"
+            "optimizer.matrices=muon needs whole matrices, and DeepSpeed steps on pieces of them: start with "
+            "recipes/launch/ddp.yaml or fsdp2.yaml, or give optimizer.matrices=adamw"
         )
     try:
         accelerator = Accelerator(
