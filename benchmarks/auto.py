@@ -4,13 +4,12 @@
 
 A search gets so many minutes, on one thread. Then each of its kinds alone gets the time that the search had for its
 race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
-turns on the search's test prompts: how near comes the choice to the best of all? A second table tells how much each
-kind grew from the first rung to its training alone, which `GROWTH` of recipes/auto/race.py holds. FOLDER keeps what was
-found: give the same command again to go on.
+turns on the search's test prompts: how near comes the choice to the best of all? A third table has the forecast of each
+kind after the first rung beside what it came to alone, by which the declines of recipes/auto/race.py were chosen.
+FOLDER keeps what was found: give the same command again to go on.
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -23,7 +22,6 @@ import torch
 from acceptance_forecast import tables
 from matplotlib.figure import Figure
 from rich.console import Console
-from scipy.optimize import brentq
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.splits import write_prompts
@@ -33,7 +31,8 @@ from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
-from draftsmith.recipes.auto.score import Score, grown
+from draftsmith.recipes.auto.race import Contender, growth_to_come
+from draftsmith.recipes.auto.score import grown
 from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
@@ -45,7 +44,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 
 NUM_PROMPTS, NEW_TOKENS = 3000, 96
 LENGTHS = (1, 2, 4, 8)  # tokens drafted a round, of which each drafter's best counts
-DEPTH = 4  # tokens drafted a round, for the growth
+DEPTH = 4  # tokens drafted a round, for the forecasts
 TRAFFICS = ("code", "dialogue", "tables")
 PANEL = 2.2  # inches
 
@@ -84,7 +83,7 @@ def train_alone(settings: AutoSettings, kind: str) -> None:
 def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
     """Measure the kinds that were trained alone, what the search trained, and lookups; return them, fastest first.
 
-    The fastest kind alone is then measured behind the better lookup of the search, too, as the search does with its own.
+    The fastest kind alone is then measured behind the better lookup of the search, too, as the search does with its.
     """
     search = Auto(settings, Console(quiet=True))
     alone = [str(checkpoints(settings.out.with_name(kind))[-1]) for kind in kinds]
@@ -127,29 +126,21 @@ def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[st
     )
 
 
-def first_scores(settings: AutoSettings) -> list[Score]:
-    """Return the scores of all kinds that raced, after the first rung."""
-    rungs = Auto(settings, Console(quiet=True)).state.rungs
-    return [contender.score for rung in rungs[:1] for contender in rung.contenders]
+def first_contenders(settings: AutoSettings) -> list[Contender]:
+    """Return all kinds that raced, as they were after the first rung."""
+    return [contender for rung in Auto(settings, Console(quiet=True)).state.rungs[:1] for contender in rung.contenders]
 
 
-def growth_line(settings: AutoSettings, traffic: str, minutes: float, first: Score) -> str:
-    """Return a line of the second table: a kind after the first rung, and trained alone, on the prompts of the race."""
-    search, kind = Auto(settings, Console(quiet=True)), first.name
+def forecast_line(settings: AutoSettings, traffic: str, minutes: float, first: Contender) -> str:
+    """Return a line of the third table: a kind after the first rung, and its forecast beside what it came to alone."""
+    search, kind = Auto(settings, Console(quiet=True)), first.score.name
     checkpoint = checkpoints(settings.out.with_name(kind))[-1]
     last, _ = search.measured(str(checkpoint), kind, int(checkpoint.name.rpartition("-")[2]))
-    before, after = (acceptance_length(score.rates, DEPTH) for score in (first, last))
-    return (
-        f"| {kind} | {traffic} | {minutes:g} | {first.steps} | {last.steps} | {before:.2f} | {after:.2f} "
-        f"| {growth_between(first, last):.3f} |"
-    )
-
-
-def growth_between(before: Score, after: Score) -> float:
-    """Return how much twice the steps added to the log-odds of acceptance, taken to be the same at each depth."""
-    length = acceptance_length(after.rates, DEPTH)
-    added = brentq(lambda growth: acceptance_length(grown(before.rates, growth), DEPTH) - length, -10.0, 10.0)
-    return float(added) / math.log2(after.steps / before.steps)
+    usual, best = growth_to_come(first.growth, last.steps / first.score.steps)
+    now, reached = first.score.rates, last.rates
+    lengths = [acceptance_length(rates, DEPTH) for rates in (now, grown(now, usual), grown(now, best), reached)]
+    tokens = " | ".join(f"{length:.2f}" for length in lengths)
+    return f"| {kind} | {traffic} | {minutes:g} | {first.score.steps} | {first.growth:.2f} | {last.steps} | {tokens} |"
 
 
 def shown(name: str) -> str:
@@ -229,11 +220,12 @@ def print_tables(folder: Path, cases: list[tuple[str, float]]) -> None:
                 f"| {traffic} | {minutes:g} | {shown(evaluation.drafter)} | {row.setting.draft_length} | {speedup} "
                 f"| {row.tokens_a_round:.2f} |"
             )
-    print("\n| kind | traffic | minutes | steps | steps alone | tokens a round | alone | growth |\n|" + 8 * "---|")
+    print("\n| kind | traffic | minutes | steps | growth | steps alone | tokens a round | forecast | at best | alone |")
+    print(10 * "|---" + "|")
     for traffic, minutes in cases:
         settings = settings_of(folder, traffic, minutes)
-        for score in first_scores(settings):
-            print(growth_line(settings, traffic, minutes, score), flush=True)
+        for contender in first_contenders(settings):
+            print(forecast_line(settings, traffic, minutes, contender), flush=True)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
-from draftsmith.recipes.auto.budget import in_words, make_plan, plan_lines, recipe_of_auto
+from draftsmith.recipes.auto.budget import in_turns, in_words, make_plan, plan_lines, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.folder import SearchFolder
@@ -126,7 +126,7 @@ class Auto:
             for kind, drafter in drafters.items()
         }
         over = NONE_CAN_PAY if all(rate is None for rate in needed.values()) else None
-        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], over=over))
+        return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], [], over=over))
 
     def save(self, state: AutoState) -> AutoState:
         """Keep what was found so far, and write it."""
@@ -141,7 +141,8 @@ class Auto:
         """Let the target answer the prompts to train on."""
         chosen = self.folder.answered
         if self.is_first and not chosen.is_file():
-            write_prompts(chosen, read_prompts(self.folder.prompts.training)[: self.state.plan.num_answers])
+            prompts = in_turns(read_prompts(self.folder.prompts.training))
+            write_prompts(chosen, prompts[: self.state.plan.num_answers])
         wait_for_first()
         prepare(self.target, str(chosen), self.folder.samples, self.answers)
         wait_for_first()  # it puts together what all wrote
@@ -155,10 +156,13 @@ class Auto:
         if not self.state.lookups:
             lookups = [self.scored(name, name, 0)[0] for name in decided_by_first(self.rivals)]
             self.save(replace(self.state, lookups=lookups))
-        plan = self.state.plan
+        plan, payable = self.state.plan, self.state.payable
+        for kind in payable[len(self.state.probes) :] if self.state.over is None else []:
+            score, _ = self.trained(kind, plan.steps_of_probe(kind, len(payable)))
+            self.save(replace(self.state, probes=[*self.state.probes, score]))
         while len(self.state.rungs) < plan.num_rungs and self.state.over is None:
-            alive = self.state.rungs[-1].kept if self.state.rungs else self.state.payable
-            contenders = run_rung(alive, plan, self.steps, self.trained, self.load)
+            alive = self.state.rungs[-1].kept if self.state.rungs else payable
+            contenders = run_rung(alive, plan, self.state.newest_scores, self.trained, self.load)
             rung = decided(len(self.state.rungs) + 1, contenders, self.state.lookups)
             over = why_over(contenders, self.state.lookups, self.plain_speedup)
             self.save(replace(self.state, rungs=[*self.state.rungs, rung], over=over))
@@ -183,17 +187,12 @@ class Auto:
         """The speedup that plain decoding is predicted to have: 0 where it breaks the SLA."""
         return plain_speedup(self.folder.costs(LOOKUPS[0]), self.load)
 
-    @property
-    def steps(self) -> dict[str, int]:
-        """The steps that each kind was trained for, in the newest rung that it was in."""
-        return {kind.score.name: kind.score.steps for rung in self.state.rungs for kind in rung.contenders}
-
     def finish(self) -> None:
         """Give the winner the training that is left, and measure it beside the lookups on prompts that nothing saw."""
         state = self.state
         if state.rungs and state.over is None and state.final is None:
             [kind] = state.rungs[-1].kept
-            score, _ = self.trained(kind, state.plan.final_steps(kind, self.steps[kind]))
+            score, _ = self.trained(kind, state.plan.final_steps(kind, state.newest_scores[kind].steps))
             self.save(replace(state, final=score))
         if self.state.final and self.state.cascade is None and not self.settings.engine:  # engines serve no cascades
             lookup = max(self.state.lookups, key=lambda score: score.speedup)

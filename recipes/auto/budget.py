@@ -34,6 +34,7 @@ PASSES = 4  # of the winner over the answers: with many more it learns them by h
 SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
 TIMED_BATCHES = 2  # of answers: one alone ends with few requests that still run
+PROBE_SHARE = 0.25  # of a rung, which the probe before the first one takes
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
 # How often all certificates take what that of one lookup takes. They are of four drafters, and those that are trained
 # are verified in more modes.
@@ -49,7 +50,7 @@ class AutoPlan:
 
     target: str
     hours: float
-    num_answers: int  # prompts that the target answers for training
+    num_answers: int  # prompts that the target answers for training, each at most twice
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     step_seconds: dict[str, float]  # of training, by kind
     stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
@@ -68,6 +69,10 @@ class AutoPlan:
     def steps_in_rung(self, kind: str, num_alive: int, before: int) -> int:
         """Return the steps of a kind at the end of a rung that so many share, in place of those that it had before."""
         return self._steps(kind, self.rung_seconds / num_alive, before)
+
+    def steps_of_probe(self, kind: str, num_alive: int) -> int:
+        """Return the steps of a kind in its probe, before the first rung, which so many share."""
+        return self._steps(kind, PROBE_SHARE * self.rung_seconds / num_alive, before=0)
 
     def final_steps(self, kind: str, before: int) -> int:
         """Return the steps of the winner at the end."""
@@ -123,7 +128,7 @@ def make_plan(
     answer_seconds += max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
     sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
     share = answering_share(answer_seconds, sample_seconds, len(drafters))
-    num_answers = min(len(prompts), max(len(first), int(share * seconds / answer_seconds)))
+    num_answers = min(len(in_turns(prompts)), max(len(first), int(share * seconds / answer_seconds)))
     training_seconds = max(0.0, LEARNING_SHARE * seconds - num_answers * answer_seconds)
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
     step_seconds = {
@@ -138,7 +143,7 @@ def make_plan(
         num_threads=num_threads,
         step_seconds=step_seconds,
         stored_layers=layers if in_store else None,
-        rung_seconds=RACE_SHARE * training_seconds / num_rungs(len(drafters)),
+        rung_seconds=RACE_SHARE * training_seconds / (PROBE_SHARE + num_rungs(len(drafters))),
         final_seconds=(1 - RACE_SHARE) * training_seconds,
         certificates=certificates,
         measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificate_seconds) / 60,
@@ -146,6 +151,15 @@ def make_plan(
         least_seconds=len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
+
+
+def in_turns(prompts: list[Prompt]) -> list[Prompt]:
+    """Return the prompts in the order in which they are answered: all, and once more at the other temperature.
+
+    Answers alternate between two temperatures, so that of an even number of prompts the last one comes first again.
+    """
+    turn = 1 - len(prompts) % 2
+    return [*prompts, *prompts[len(prompts) - turn :], *prompts[: len(prompts) - turn]]
 
 
 def answering_share(answer_seconds: float, sample_seconds: float, num_kinds: int) -> float:
@@ -184,7 +198,7 @@ def plan_lines(plan: AutoPlan) -> list[str]:
     )
     return [
         *([too_small] if least > plan.hours else []),
-        f"the target answers {plan.num_answers} prompts; a step takes: {steps}",
+        f"the target answers {plan.num_answers} prompts, each at most twice; a step takes: {steps}",
         f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
         f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring, "
         f"and certificates of {plan.certificates.num_texts} sampled texts",

@@ -1,12 +1,10 @@
 """auto.html: what was tried, what was dropped and why, what came out of it, and what more time would bring."""
 
-import math
-
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.budget import in_words
-from draftsmith.recipes.auto.race import Rung, growth_per_doubling
-from draftsmith.recipes.auto.score import Score, ServingLoad, potential
+from draftsmith.recipes.auto.race import Rung, growth_to_come
+from draftsmith.recipes.auto.score import Score, ServingLoad, growth_per_doubling, potential
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.pages.rendering import rendered
 from draftsmith.recipes.pages.tables import Row, Section, Table, ratio_text, table_of
@@ -51,6 +49,7 @@ def result(data: ReportData) -> Section:
 def race(state: AutoState) -> Section:
     """Return how the race went, rung by rung."""
     lookups = table_of("Lookups, which need no training", map(score_row, state.lookups))
+    probes = [table_of("Probes", map(score_row, state.probes))] if state.probes else []
     rungs = [rung_table(number, rung) for number, rung in enumerate(state.rungs, 1)]
     lines = [rung.decision for rung in state.rungs] + ([state.over] if state.over else [])
     lines += [state.tuned.text] if state.tuned else []
@@ -60,13 +59,14 @@ def race(state: AutoState) -> Section:
     )
     if any(score.within_sla is not None for score in state.lookups):
         lead += " Only requests that are predicted to keep the SLA count."
-    return Section("race", "The race", lead, [lookups, *rungs], notes=lines)
+    return Section("race", "The race", lead, [lookups, *probes, *rungs], notes=lines)
 
 
 def rung_table(number: int, rung: Rung) -> Table:
     rows: list[Row] = [
         {
             **score_row(contender.score),
+            "growth a doubling": f"{contender.growth:.2f}",
             "forecast at the end": f"{contender.potential:.2f}×",
             "at most": f"{contender.best_potential:.2f}×",
             "then": "goes on" if contender.score.name in rung.kept else "dropped",
@@ -112,11 +112,11 @@ def plan(state: AutoState) -> Section:
     )
 
 
-def more_time(score: Score, costs: Costs, load: ServingLoad) -> str:
-    """Return what ten times the training would bring to the winner, by the growth of finished runs."""
-    doublings = math.log2(MORE)
-    usual, most = (potential(score, growth * doublings, costs, load) for growth in growth_per_doubling(score.name))
+def more_time(before: Score, score: Score, costs: Costs, load: ServingLoad) -> str:
+    """Return what ten times the training would bring to the winner, by its growth since the score before."""
+    to_come = growth_to_come(growth_per_doubling(before, score), MORE)
+    usual, best = (potential(score, added, costs, load) for added in to_come)
     return (
-        f"With {MORE} times the training {score.name} would be at about {usual:.2f}× by the usual growth of runs, and "
-        f"at {most:.2f}× by the highest that was seen, in place of {score.speedup:.2f}×."
+        f"With {MORE} times the training {score.name} would be at about {usual:.2f}×, and at {best:.2f}× at best, in "
+        f"place of {score.speedup:.2f}×, by its growth since the race."
     )

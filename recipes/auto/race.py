@@ -2,28 +2,23 @@
 
 What counts is the speedup predicted on the user's traffic at the user's load. Lookups, which need no training, are
 rivals from the start. A forecast says what a kind can still reach; where none can reach a lookup, the race ends.
+
+A short probe of each kind comes before the first rung. So at the end of each rung it is known what twice the steps
+added to the log-odds of its acceptance. Each further doubling adds less: in searches of the embedded target, which
+benchmarks/auto.py made, about three quarters of what the one before added (docs/auto.md).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.budget import AutoPlan
-from draftsmith.recipes.auto.score import Score, ServingLoad, potential
+from draftsmith.recipes.auto.score import Score, ServingLoad, growth_per_doubling, potential
 
 LOOKUPS = ("ngram", "suffix")
-# How much twice the steps added to the log-odds of acceptance of a kind, from the first rung of a search to a training
-# with all of its time: on code, on dialogues and on tables, as benchmarks/auto.py prints it (docs/auto.md).
-GROWTH = {
-    "eagle3": (0.247, 0.353, 0.328),
-    "medusa": (0.071, 0.129, 0.079),
-    "hydra": (0.108, 0.142, 0.144),
-    "dflash": (0.441, 1.003, 0.558),
-    "draft_model": (0.227, 0.225, 0.231),
-}
+USUAL_DECLINE = 0.75  # what a doubling of the steps adds, of what the one before it added
+LEAST_DECLINE, SLOW_START = 0.9, 0.3  # the same at best; and what kinds that hardly grew at first came to add at best
 
 Training = Callable[[str, int], tuple[Score, Costs]]  # of a kind, for so many steps in all
 
@@ -33,8 +28,9 @@ class Contender:
     """A kind in a rung: what it reached, and what it could reach with all the training that is left."""
 
     score: Score
-    potential: float  # predicted speedup at the end, at the growth that is usual
-    best_potential: float  # the same at the growth of the run that grew most
+    growth: float  # of the log-odds of acceptance, by each doubling of the steps since the score before
+    potential: float  # predicted speedup at the end, if growth declines as it usually does
+    best_potential: float  # the same if it declines as little as was seen
 
 
 @dataclass(frozen=True)
@@ -47,32 +43,32 @@ class Rung:
 
 
 def run_rung(
-    alive: list[str], plan: AutoPlan, steps: dict[str, int], train: Training, load: ServingLoad
+    alive: list[str], plan: AutoPlan, before: dict[str, Score], train: Training, load: ServingLoad
 ) -> list[Contender]:
-    """Train every kind that is alive for its part of a rung; return them, the best potential first."""
+    """Train every kind that is alive for its part of a rung; return them, the best potential first.
+
+    `before` holds the score that each had before, from which its growth is told.
+    """
     contenders = []
     for kind in alive:
-        score, costs = train(kind, plan.steps_in_rung(kind, len(alive), steps.get(kind, 0)))
-        contenders.append(with_forecast(score, costs, plan, load))
+        score, costs = train(kind, plan.steps_in_rung(kind, len(alive), before[kind].steps))
+        contenders.append(with_forecast(before[kind], score, costs, plan, load))
     return sorted(contenders, key=lambda contender: (contender.potential, contender.best_potential), reverse=True)
 
 
-def with_forecast(score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
+def with_forecast(before: Score, score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
     """Return a kind with its forecast for the case that the rest of the training is all its own."""
-    doublings = math.log2(plan.final_steps(score.name, score.steps) / score.steps)
-    usual, most = growth_per_doubling(score.name)
-    reached, best = (potential(score, growth * doublings, costs, load) for growth in (usual, most))
-    return Contender(score, reached, max(reached, best))
+    growth = growth_per_doubling(before, score)
+    times = plan.final_steps(score.name, score.steps) / score.steps
+    usual, best = (potential(score, added, costs, load) for added in growth_to_come(growth, times))
+    return Contender(score, growth, usual, best)
 
 
-def growth_per_doubling(kind: str) -> tuple[float, float]:
-    """Return how much twice the steps add to the log-odds of acceptance of a kind: the usual, and the most seen.
-
-    Sizes of a kind are taken to grow as it does, and a kind that was never seen as all of them.
-    """
-    everything = [growth for of_kind in GROWTH.values() for growth in of_kind]
-    seen = GROWTH.get(kind.partition("@")[0], everything)
-    return float(np.median(seen)), max(seen)
+def growth_to_come(growth: float, times: float) -> tuple[float, float]:
+    """Return what so many times the steps usually add to log-odds that last grew so per doubling, and add at best."""
+    doublings = math.log2(times)
+    usual, best = (ratio * (1 - ratio**doublings) / (1 - ratio) for ratio in (USUAL_DECLINE, LEAST_DECLINE))
+    return max(0.0, growth) * usual, max(SLOW_START, growth) * best
 
 
 def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> Rung:

@@ -116,7 +116,10 @@ class SearchResult:
     def with_more_time(self) -> list[str]:
         """Return what more training would bring to the winner, if there is one."""
         final = self.state.final
-        return [] if final is None else [more_time(final, self.folder.costs(final.name), self.load)]
+        if final is None:
+            return []
+        before = self.state.newest_scores[final.name]
+        return [more_time(before, final, self.folder.costs(final.name), self.load)]
 
 
 def does_pay(measured: Evaluation) -> bool:

@@ -4,12 +4,14 @@ Under an SLA only requests that are predicted to keep it count: what is predicte
 of plain decoding at the same load.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import expit, logit
 
 from draftsmith.inference import SpeculativeDecoder
@@ -23,6 +25,7 @@ from draftsmith.models import Drafter, Target
 LONGEST = 8  # tokens in a row, where a drafter drafts so many
 RESAMPLES = 200  # of the prompts, for an interval
 NEVER, ALWAYS = 0.002, 0.998  # between which rates are moved
+MOST_GROWTH = 20.0  # of log-odds: more than from never to always
 
 
 @dataclass(frozen=True)
@@ -180,3 +183,18 @@ def speedup_at(score: Score, draft_length: int, costs: Costs, load: ServingLoad)
 def grown(rates: Rates, growth: float) -> list[float | None]:
     """Return acceptance rates whose log-odds grew by so much."""
     return [None if rate is None else float(expit(logit(np.clip(rate, NEVER, ALWAYS)) + growth)) for rate in rates]
+
+
+def growth_per_doubling(before: Score, after: Score) -> float:
+    """Return what each doubling of the steps between two scores added to the log-odds of acceptance.
+
+    It is taken to be the same at all depths, so that acceptance lengths at the longest draft length tell it.
+    """
+    length = grown_length(after, 0.0)
+    added = brentq(lambda growth: grown_length(before, growth) - length, -MOST_GROWTH, MOST_GROWTH)
+    return float(added) / math.log2(after.steps / before.steps)
+
+
+def grown_length(score: Score, growth: float) -> float:
+    """Return the acceptance length at the longest draft length if the log-odds of every rate grew by so much."""
+    return acceptance_length(grown(score.rates, growth), len(score.rates))

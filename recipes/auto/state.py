@@ -19,6 +19,7 @@ class AutoState:
     plan: AutoPlan
     needed_rates: dict[str, float | None]  # acceptance rate from which on a kind pays, as `needed_rate` gives it
     lookups: list[Score]
+    probes: list[Score]  # of kinds after a part of their first rung
     rungs: list[Rung]
     answers: AnswerSummary | None = None
     over: str | None = None  # why the race ended before the last rung
@@ -30,6 +31,12 @@ class AutoState:
     def finalists(self) -> list[Score]:
         """The scores of those that are measured at the end: the winner and its cascade, if any, and the lookups."""
         return [score for score in (self.final, self.cascade) if score] + self.lookups
+
+    @property
+    def newest_scores(self) -> dict[str, Score]:
+        """The score of each kind after the newest rung that it was in, or of its probe."""
+        contenders = [contender for rung in self.rungs for contender in rung.contenders]
+        return {score.name: score for score in [*self.probes, *(contender.score for contender in contenders)]}
 
     @property
     def payable(self) -> list[str]:

@@ -48,7 +48,7 @@ def search() -> AutoState:
         return Score(name, steps, rates, 1.0, 4, 1 + speedup, speedup, speedup - 0.1, speedup + 0.1)
 
     contenders = [
-        Contender(score(name, 900, speedup), 1.4 * speedup, 1.7 * speedup)
+        Contender(score(name, 900, speedup), 0.15, 1.4 * speedup, 1.7 * speedup)
         for name, speedup in (("eagle3", 1.3), ("hydra", 1.2), ("dflash", 1.1))
     ]
     decision = "rung 1: eagle3 and hydra go on; dflash is dropped: forecast 1.54×, eagle3 1.82×"
@@ -71,6 +71,7 @@ def search() -> AutoState:
         ),
         needed_rates={"eagle3": 0.35, "hydra": None},
         lookups=[score("ngram", 0, 1.1), score("suffix", 0, 1.2)],
+        probes=[score(name, 200, 1.05) for name in ("eagle3", "hydra", "dflash")],
         rungs=[Rung(contenders, ["eagle3", "hydra"], decision)],
         final=score("eagle3", 20_000, 1.9),
     )

@@ -17,6 +17,7 @@ from drafters import untrained
 from reports import typed_result
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from scipy.special import expit, logit
 
 import draftsmith.recipes
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -34,13 +35,14 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
-from draftsmith.recipes.auto.budget import answering_share
+from draftsmith.recipes.auto.budget import answering_share, in_turns
 from draftsmith.recipes.auto.contenders import served_kinds
-from draftsmith.recipes.auto.race import Contender, decided, growth_per_doubling, why_over
+from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, why_over
 from draftsmith.recipes.auto.score import (
     Score,
     ServingLoad,
     best_draft_of,
+    growth_per_doubling,
     needed_rate,
     plain_speedup,
     potential,
@@ -168,6 +170,15 @@ def test_the_winner_passes_four_times_over_the_answers() -> None:
     assert answering_share(100.0, 1.0, 4) == budget.MOST_ANSWERING
 
 
+@pytest.mark.parametrize("number", [4, 5])
+def test_prompts_are_answered_again_at_the_other_temperature(number: int) -> None:
+    """Answers take turns at two temperatures."""
+    prompts = [Prompt(str(i)) for i in range(number)]
+    answered = [(prompt.text, place % len(budget.ANSWERS.samplings)) for place, prompt in enumerate(in_turns(prompts))]
+    assert [text for text, _ in answered[:number]] == [prompt.text for prompt in prompts]
+    assert len(set(answered)) == len(answered) == 2 * number
+
+
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"too few to hold {2 * FEWEST} out: give about 80 or more"):
         divide(str(write_traffic(tmp_path, 20)), tiny_target, 100, False, DividedPrompts(tmp_path / "prompts"))
@@ -236,12 +247,29 @@ def score_of(name: str, rate: float, speedup: float = 1.5, steps: int = 100) -> 
     return Score(name, steps, [rate] * 4, 1.0, 4, 2.0, speedup, speedup - 0.1, speedup + 0.1)
 
 
-def test_what_can_still_be_reached_grows_with_the_steps() -> None:
-    assert growth_per_doubling("eagle3@2") == growth_per_doubling("eagle3") != growth_per_doubling("hydra")
-    usual, most = growth_per_doubling("eagle")  # which no search was seen with
-    assert 0 < usual < most
+def test_the_growth_of_a_run_is_told_by_two_scores() -> None:
+    """Rates whose log-odds are higher by 0.6, after eight times the steps, are three doublings of 0.2."""
+    rates = [float(expit(logit(0.3) + 0.6)), float(expit(logit(0.5) + 0.6))]
+    before, after = (
+        replace(score_of("hydra", 0.3), rates=[0.3, 0.5]),
+        replace(score_of("hydra", 0.3, steps=800), rates=rates),
+    )
+    assert growth_per_doubling(before, after) == pytest.approx(0.2)
+    nothing = replace(before, rates=[0.0, None])
+    assert growth_per_doubling(nothing, replace(nothing, steps=800)) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_what_is_still_to_come_declines_with_each_doubling() -> None:
+    """Of 0.4 three doublings usually bring 0.3, 0.225 and 0.169 more; at best a kind that stood still grows, too."""
+    usual, best = growth_to_come(0.4, 8)
+    assert usual == pytest.approx(0.4 * (0.75 + 0.75**2 + 0.75**3))
+    assert best == pytest.approx(0.4 * (0.9 + 0.9**2 + 0.9**3))
+    assert growth_to_come(-0.1, 8) == (0.0, pytest.approx(0.3 * (0.9 + 0.9**2 + 0.9**3)))
+
+
+def test_a_potential_is_what_grown_rates_would_bring() -> None:
     costs = costs_of(1.0)
-    found = [potential(score_of("eagle3", 0.4), growth, costs, LOAD) for growth in (0.0, usual, most)]
+    found = [potential(score_of("eagle3", 0.4), growth, costs, LOAD) for growth in (0.0, 0.5, 1.0)]
     assert found == sorted(found)
     assert found[0] == pytest.approx(
         speedup_of([stats_with(0.4)], best_draft_of([stats_with(0.4)], costs, LOAD), costs, LOAD), rel=0.02
@@ -260,25 +288,25 @@ def stats_with(rate: float) -> Stats:
 
 
 def test_the_race_ends_where_a_lookup_is_out_of_reach() -> None:
-    contenders = [Contender(score_of("eagle3", 0.3), 1.4, 1.6), Contender(score_of("medusa", 0.3), 1.2, 1.3)]
+    contenders = [Contender(score_of("eagle3", 0.3), 0.2, 1.4, 1.6), Contender(score_of("medusa", 0.3), 0.2, 1.2, 1.3)]
     assert why_over(contenders, [score_of("ngram", 0.5, speedup=1.65)]) is None  # its lower end is 1.55
     over = why_over(contenders, [score_of("ngram", 0.5, speedup=1.75)])
     assert over == (
         "ngram has at least 1.65×, and the best forecast of what training can still bring is 1.60× (eagle3): "
         "training ends here"
     )
-    slow = [Contender(score_of("medusa", 0.3), 0.8, 0.9)]
+    slow = [Contender(score_of("medusa", 0.3), 0.2, 0.8, 0.9)]
     assert str(why_over(slow, [score_of("ngram", 0.5, speedup=0.9)])).startswith("plain decoding has at least 1.00×")
 
 
 def test_the_race_ends_where_the_sla_is_out_of_reach() -> None:
     lookups = [replace(score_of("ngram", 0.3), speedup=0.0, low=0.0, high=0.0)]
-    hopeless = [Contender(score_of(name, 0.3), 0.0, 0.0) for name in ("eagle3", "medusa")]
+    hopeless = [Contender(score_of(name, 0.3), 0.2, 0.0, 0.0) for name in ("eagle3", "medusa")]
     assert why_over(hopeless, lookups, plain=0.0) == (
         "no kind is forecast to keep the SLA for any request, however much it grew: training ends here"
     )
     assert why_over(hopeless, lookups, plain=1.0) is not None  # plain decoding keeps it
-    hopeful = [Contender(score_of("eagle3", 0.3), 0.4, 0.9), hopeless[1]]
+    hopeful = [Contender(score_of("eagle3", 0.3), 0.2, 0.4, 0.9), hopeless[1]]
     assert why_over(hopeful, lookups, plain=0.0) is None
     assert "medusa is dropped: no request is forecast to keep the SLA" in decided(1, hopeful, lookups).decision
 
@@ -317,7 +345,7 @@ def test_what_breaks_the_sla_is_not_chosen() -> None:
 
 def test_a_decision_says_who_goes_on_and_why() -> None:
     contenders = [
-        Contender(score_of(name, 0.3), 1.5 - i / 10, 2) for i, name in enumerate(("eagle3", "hydra", "medusa"))
+        Contender(score_of(name, 0.3), 0.2, 1.5 - i / 10, 2) for i, name in enumerate(("eagle3", "hydra", "medusa"))
     ]
     text = decided(2, contenders, [score_of("ngram", 0.3, speedup=1.1)]).decision
     assert text == (
