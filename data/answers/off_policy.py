@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from draftsmith.data.answers.prepare import check_same_answers, has_answers, keep_date, show_written
+from draftsmith.data.answers.prepare import check_same_answers, has_answers, keep_date
+from draftsmith.data.answers.summary import show_written
 from draftsmith.data.bad_rows import BadRow, BadRows
 from draftsmith.data.processes import locked
 from draftsmith.data.prompts.conversations import encode_conversation

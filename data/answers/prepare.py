@@ -10,13 +10,13 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 from rich.filesize import decimal
 
 from draftsmith.data.answers.changed_settings import changes_text, flatten, setting_changes
 from draftsmith.data.answers.endpoint import MOST_REQUESTS, Endpoint
 from draftsmith.data.answers.journal import Journal, journals_in, merge_journals, read_journals, remove_journals
+from draftsmith.data.answers.summary import show_written
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.answers.with_images import OPTION
 from draftsmith.data.bad_rows import BadRow, BadRows
@@ -27,11 +27,8 @@ from draftsmith.data.progress import notice, progress_bar
 from draftsmith.data.prompts.checks import (
     check_bos,
     check_not_rendered,
-    check_samples,
     check_token_ids,
     notice_raw_texts,
-    num_with_padding,
-    shown_sample,
 )
 from draftsmith.data.prompts.conversations import check_images_written
 from draftsmith.data.prompts.prompts import read_split
@@ -42,11 +39,9 @@ from draftsmith.data.samples.folder import (
     is_written,
     read_chat,
     read_prepared,
-    read_samples,
     shard_parts,
 )
 from draftsmith.data.samples.images import keep_image, read_image
-from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.spans import Markers
@@ -69,7 +64,7 @@ class PrepareSettings:
     """The settings by which the target answers prompts."""
 
     max_new_tokens: Count = 256  # of a turn; `default_max_new_tokens` knows better for a target
-    # prompt i is answered by samplings[i % len]
+    # prompt i is answered by samplings[i % len], and further times by those that follow
     samplings: Annotated[tuple[Sampling, ...], Field(min_length=1)] = (Sampling(0.0), Sampling(1.0))
     batch_size: Count = 32  # prompts answered at a time
     seed: Seed = 0
@@ -80,9 +75,15 @@ class PrepareSettings:
     refuse_surrogates: bool = False  # raise `UserError` for prompts with lone surrogates, rather than replace them
     max_bad_share: BelowOne = 0.0  # of all rows that give no prompt, and are left out; more raise `UserError`
     held_out_share: BelowOne = 0.0  # of the prompts, never answered and kept in held_out.jsonl to evaluate on
+    answers_per_prompt: Count = 1
 
     def __post_init__(self) -> None:
         vars(self).update(checked_fields(type(self), vars(self), "prepare: "))
+        if self.answers_per_prompt > len(self.samplings) and any(not each.temperature for each in self.samplings):
+            raise UserError(
+                f"prepare: answers_per_prompt {self.answers_per_prompt}: at temperature 0 a prompt has one answer: "
+                f"give at most {len(self.samplings)}, the number of temperatures, or temperatures above 0 alone"
+            )
 
     @property
     def share(self) -> int:
@@ -145,7 +146,7 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
             write_prompts(out / HELD_OUT, job.held_out)
     if is_written(out):
         if rank == 0:
-            show_written(out, job.target, len(job.kept))
+            show_written(out, job.target, job.num_kept_prompts)
             finish_moving(out)  # these two are of a kill just after the file was there
             remove_journals(out)
             say(f"{out} holds all answers already")
@@ -166,11 +167,11 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
         task = progress.add_task("the target writes training text", total=total, completed=len(done), detail="")
         for dialogue in job.answers(shares, done):
             num_tokens += dialogue.num_tokens
-            if dialogue.index in done:  # decoded again for the sake of its share
+            if dialogue.number in done:  # decoded again for the sake of its share
                 continue
             for image in dialogue.images:
                 keep_image(out, image)
-            journal.append(dialogue.index, dialogue.samples)
+            journal.append(dialogue.number, dialogue.samples)
             num_written += 1
             rate = num_tokens / (time.perf_counter() - start)
             disk = journal.num_bytes * total / (len(done) + num_written)
@@ -182,50 +183,7 @@ def write_answers(job: "AnswerJob", out: Path) -> None:
     if rank == 0:
         wait_for_answers(out, run, job.kept)
         merge_journals(out, run)
-        show_written(out, job.target, len(job.kept))
-
-
-def show_written(out: Path, target: Target, num_asked: int = 0) -> None:
-    """Check what a folder holds now, and show a sample of it. `num_asked`: prompts that should have an answer.
-
-    Raises `UserError` where it is not fit to train on.
-    """
-    samples = read_samples(out)
-    check_samples(samples, target, int(samples.lengths.max()), str(out))
-    say(shown_sample(samples[0], target))
-    num_prompts, num_tokens = len(np.unique(samples.prompts)), samples.num_generated().sum()
-    text = f"{out}: {len(samples)} samples of {num_prompts} prompts, {num_tokens} tokens to train on"
-    if num_held_out := read_prepared(out).get("num_held_out"):
-        text += f"; {num_held_out} prompts are held out in {out / HELD_OUT}"
-    if number := num_with_padding(samples, target):
-        text += f"; {number} samples hold tokens that {target.name} has and its tokenizer does not: they are kept"
-    say(text)
-    if text := cut_text(samples, read_prepared(out)):
-        notice(text)
-    if num_asked > num_prompts:
-        notice(
-            f"{num_asked - num_prompts} prompts have no answer: with what the target reads for their images they "
-            "exceed its context"
-        )
-
-
-def cut_text(samples: Samples, prepared: dict[str, Any]) -> str:
-    """Return in words how many answers were cut and how many turns got none; empty where all is whole."""
-    num_cut = (samples.column("finish_reason") == "length").sum()
-    unanswered = samples.column("unanswered_turns")
-    texts = []
-    if num_cut:
-        limit = prepared["settings"]["max_new_tokens"]
-        texts.append(
-            f"{num_cut} of {len(samples)} samples end in an answer that --max-new-tokens {limit} cut, so that how it "
-            "ends is not learnt: raise it"
-        )
-    if unanswered.any():
-        texts.append(
-            f"{unanswered.sum()} turns of {(unanswered > 0).sum()} conversations got no answer, because the one before "
-            "was cut, the context is full, or the target called a tool whose result nobody has"
-        )
-    return "; ".join(texts)
+        show_written(out, job.target, job.num_kept_prompts)
 
 
 @dataclass
@@ -238,7 +196,10 @@ class EncodedPrompts:
 
 
 class AnswerJob:
-    """The prompts at a source, checked, and the settings by which the target answers them."""
+    """The prompts at a source, checked, and the settings by which the target answers them.
+
+    Answers are numbered: first one of each prompt, in their order, then the second ones.
+    """
 
     def __init__(self, target: Target, source: str, settings: PrepareSettings) -> None:
         self.target, self.source, self.settings = target, source, settings
@@ -266,7 +227,13 @@ class AnswerJob:
                 progress.update(task, completed=len(self.lengths))
         self.bad.check()
         self.hash = digest.hexdigest()[:16]
-        self.kept = self._kept_prompts()
+        kept, count = self._kept_prompts(), len(self.prompts)
+        self.kept = [answer * count + prompt for answer in range(settings.answers_per_prompt) for prompt in kept]
+
+    @property
+    def num_kept_prompts(self) -> int:
+        """Number of prompts that are answered."""
+        return len(self.kept) // self.settings.answers_per_prompt
 
     def _check_images(self, source: str) -> None:
         """Raise `UserError` for prompts with images that nobody here can read."""
@@ -308,10 +275,19 @@ class AnswerJob:
             raise UserError(f"{dialogue.where} is empty after tokenisation")
         return dialogue
 
-    def dialogue(self, index: int) -> Dialogue:
-        """Return a prompt, unanswered."""
-        sampling = self.settings.samplings[index % len(self.settings.samplings)]
-        return Dialogue(self.prompts[index], index, sampling, self.target, self._markers)
+    def dialogue(self, number: int) -> Dialogue:
+        """Return the prompt of an answer, unanswered."""
+        prompt = number % len(self.prompts)
+        sampling = self.settings.samplings[self.sampling_of(number)]
+        return Dialogue(self.prompts[prompt], prompt, number, sampling, self.target, self._markers)
+
+    def length_of(self, number: int) -> int:
+        """Return the tokens of an answer's prompt."""
+        return self.lengths[number % len(self.prompts)]
+
+    def sampling_of(self, number: int) -> int:
+        """Return the place of an answer's sampling: those of a prompt follow one after the other."""
+        return (number % len(self.prompts) + number // len(self.prompts)) % len(self.settings.samplings)
 
     def _kept_prompts(self) -> list[int]:
         """Return the prompts that leave room for an answer. Raises `UserError` for others that may not be left out."""
@@ -331,7 +307,8 @@ class AnswerJob:
     def prepared(self) -> dict:
         """Return the content of prepared.json: all that the answers depend on."""
         settings = {
-            key: getattr(self.settings, key) for key in ("max_new_tokens", "seed", "skip_long", "held_out_share")
+            key: getattr(self.settings, key)
+            for key in ("max_new_tokens", "answers_per_prompt", "seed", "skip_long", "held_out_share")
         }
         has_weights = self.target.device.type != "meta"
         return {
@@ -343,28 +320,28 @@ class AnswerJob:
             "written_by": "endpoint" if self.endpoint else "decoder",
             "prompts": self.source,
             "prompts_hash": self.hash,
-            "num_prompts": len(self.kept),
+            "num_prompts": self.num_kept_prompts,
             "num_held_out": len(self.held_out),
-            "num_skipped": len(self.prompts) - len(self.kept),
+            "num_skipped": len(self.prompts) - self.num_kept_prompts,
             "settings": {**settings, "samplings": [asdict(sampling) for sampling in self.settings.samplings]},
         }
 
     def shares(self) -> list[list[int]]:
-        """Return the prompts in shares that are decoded together.
+        """Return the answers in shares that are decoded together.
 
         A share has one sampling, or two, and prompts of similar length.
         """
-        count, size = len(self.settings.samplings), self.settings.share
-        order = sorted(self.kept, key=lambda index: (index % count, self.lengths[index], index))
+        size = self.settings.share
+        order = sorted(self.kept, key=lambda number: (self.sampling_of(number), self.length_of(number), number))
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def sampled_share(self, size: int) -> list[int]:
-        """Return prompts drawn at random, to measure on."""
+        """Return answers drawn at random, to measure on."""
         chosen = random.Random(0).sample(self.kept, min(size, len(self.kept)))
-        return sorted(chosen, key=lambda index: self.lengths[index])
+        return sorted(chosen, key=self.length_of)
 
     def answers(self, shares: list[list[int]], done: Iterable[int] = ()) -> Iterator[Dialogue]:
-        """Answer the prompts of some shares. An endpoint leaves out those that are done, the decoder repeats them."""
+        """Write the answers of some shares. An endpoint leaves out those that are done, the decoder repeats them."""
         if self.endpoint is not None:
             done = set(done)
             missing = (self.dialogue(index) for share in shares for index in share if index not in done)

@@ -72,10 +72,16 @@ def answer_message(text: str) -> Message | None:
 
 
 class Dialogue:
-    """A prompt while it is answered: `context` is answered next, until `finished`; then `samples` is complete."""
+    """A prompt while it is answered: `context` is answered next, until `finished`; then `samples` is complete.
 
-    def __init__(self, prompt: Prompt, index: int, sampling: Sampling, target: Target, markers: Markers) -> None:
-        self.prompt, self.index, self.sampling, self.target, self.markers = prompt, index, sampling, target, markers
+    `index` is the place of the prompt, and `number` that of the answer, which keys its noise.
+    """
+
+    def __init__(
+        self, prompt: Prompt, index: int, number: int, sampling: Sampling, target: Target, markers: Markers
+    ) -> None:
+        self.prompt, self.index, self.number = prompt, index, number
+        self.sampling, self.target, self.markers = sampling, target, markers
         self.where = prompt.where or f"prompt {index + 1}"
         self.samples: list[Sample] = []
         self.finished = False
@@ -101,7 +107,7 @@ class Dialogue:
     @property
     def request_id(self) -> int:
         """The number that keys the noise of the next answer."""
-        return self.index + (self.num_answers << 32)
+        return self.number + (self.num_answers << 32)
 
     def take(self, new_ids: list[int], most: int, read_ids: list[int] | None = None) -> None:
         """Go on with the target's answer to `context`. `most`: tokens that the next context may have.

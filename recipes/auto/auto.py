@@ -30,7 +30,7 @@ from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
-from draftsmith.recipes.auto.budget import in_turns, in_words, make_plan, plan_lines, recipe_of_auto
+from draftsmith.recipes.auto.budget import in_words, make_plan, plan_lines, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.folder import SearchFolder
@@ -141,10 +141,10 @@ class Auto:
         """Let the target answer the prompts to train on."""
         chosen = self.folder.answered
         if self.is_first and not chosen.is_file():
-            prompts = in_turns(read_prompts(self.folder.prompts.training))
-            write_prompts(chosen, prompts[: self.state.plan.num_answers])
+            write_prompts(chosen, read_prompts(self.folder.prompts.training)[: self.state.plan.num_prompts])
         wait_for_first()
-        prepare(self.target, str(chosen), self.folder.samples, self.answers)
+        settings = replace(self.answers, answers_per_prompt=self.state.plan.answers_per_prompt)
+        prepare(self.target, str(chosen), self.folder.samples, settings)
         wait_for_first()  # it puts together what all wrote
         if self.state.answers is None:
             self.save(replace(self.state, answers=describe_answers(read_samples(self.folder.samples))))

@@ -50,7 +50,8 @@ class AutoPlan:
 
     target: str
     hours: float
-    num_answers: int  # prompts that the target answers for training, each at most twice
+    num_prompts: int  # that the target answers for training
+    answers_per_prompt: int  # more than one where there is time for more, and no more prompts
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     step_seconds: dict[str, float]  # of training, by kind
     stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
@@ -60,6 +61,11 @@ class AutoPlan:
     measure_minutes: float  # of measuring at the end
     target_is_small: bool  # so that it takes the quickstart's recipes
     least_seconds: float = 0.0  # about, that the fewest answers and steps take
+
+    @property
+    def num_answers(self) -> int:
+        """Number of answers of the target; a dialogue counts as one."""
+        return self.num_prompts * self.answers_per_prompt
 
     @property
     def num_rungs(self) -> int:
@@ -128,7 +134,10 @@ def make_plan(
     answer_seconds += max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
     sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
     share = answering_share(answer_seconds, sample_seconds, len(drafters))
-    num_answers = min(len(in_turns(prompts)), max(len(first), int(share * seconds / answer_seconds)))
+    affordable = max(len(first), int(share * seconds / answer_seconds))
+    answers_per_prompt = min(len(answers.samplings), max(1, affordable // len(prompts)))
+    num_prompts = min(len(prompts), affordable)
+    num_answers = answers_per_prompt * num_prompts
     training_seconds = max(0.0, LEARNING_SHARE * seconds - num_answers * answer_seconds)
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
     step_seconds = {
@@ -139,7 +148,8 @@ def make_plan(
     return AutoPlan(
         target=target.name,
         hours=hours,
-        num_answers=num_answers,
+        num_prompts=num_prompts,
+        answers_per_prompt=answers_per_prompt,
         num_threads=num_threads,
         step_seconds=step_seconds,
         stored_layers=layers if in_store else None,
@@ -151,15 +161,6 @@ def make_plan(
         least_seconds=len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
-
-
-def in_turns(prompts: list[Prompt]) -> list[Prompt]:
-    """Return the prompts in the order in which they are answered: all, and once more at the other temperature.
-
-    Answers alternate between two temperatures, so that of an even number of prompts the last one comes first again.
-    """
-    turn = 1 - len(prompts) % 2
-    return [*prompts, *prompts[len(prompts) - turn :], *prompts[: len(prompts) - turn]]
 
 
 def answering_share(answer_seconds: float, sample_seconds: float, num_kinds: int) -> float:
@@ -192,13 +193,14 @@ def plan_lines(plan: AutoPlan) -> list[str]:
     """Return the plan in words."""
     steps = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in plan.step_seconds.items())
     least = plan.least_seconds / 3600
+    twice = f", each {plan.answers_per_prompt} times" if plan.answers_per_prompt > 1 else ""
     too_small = (
         f"--budget {plan.hours:.2g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
         f"{FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
     )
     return [
         *([too_small] if least > plan.hours else []),
-        f"the target answers {plan.num_answers} prompts, each at most twice; a step takes: {steps}",
+        f"the target answers {plan.num_prompts} prompts{twice}; a step takes: {steps}",
         f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
         f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring, "
         f"and certificates of {plan.certificates.num_texts} sampled texts",

@@ -44,6 +44,7 @@ def run(settings: PrepareCommandSettings, console: Console) -> None:
         refuse_surrogates=settings.refuse_surrogates,
         max_bad_share=settings.max_bad_share,
         held_out_share=settings.held_out_share,
+        answers_per_prompt=settings.answers_per_prompt,
     )
     if settings.dry_run:
         console.print(estimate(AnswerJob(target, settings.prompts, answers)).table())

@@ -47,6 +47,7 @@ class PrepareCommandSettings(WithChats):
     temperature: tuple[Temperature, ...] = option(DECODING, SAMPLED, (0.0, 1.0), "X")
     top_p: tuple[AboveZero, ...] = option(DECODING, DRAWN, (1.0,), "P")
     top_k: tuple[Natural, ...] = option(DECODING, "sample from so many likeliest tokens; 0: from all", (0,), "K")
+    answers_per_prompt: Count = option(DECODING, "each at the next temperature: where prompts are few", 1, "N")
     batch_size: BatchSize = option(DECODING, "prompts answered at a time: more is faster and takes memory", 32, "N")
     seed: Seed = option(DECODING, "another seed samples other answers", 0, "N")
     drafter: Name | None = option(DECODING, "speeds the target up, such as ngram (none)", None, "D")

@@ -122,7 +122,7 @@ def timed_samples(
     plain.generate([tokenise(prompts[0], plain.target)], max_new_tokens=4)  # warm-up
     start = time.perf_counter()
     markers = Markers.of_target(plain.target)
-    dialogues = [Dialogue(prompt, index, Sampling(1.0), plain.target, markers) for index, prompt in enumerate(prompts)]
+    dialogues = [Dialogue(prompt, i, i, Sampling(1.0), plain.target, markers) for i, prompt in enumerate(prompts)]
     samples = [sample for dialogue in decode_answers(plain, dialogues, answers) for sample in dialogue.samples]
     return samples, time.perf_counter() - start
 

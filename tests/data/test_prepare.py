@@ -22,12 +22,12 @@ from draftsmith.data.answers.journal import Journal, checksum
 from draftsmith.data.answers.prepare import (
     AnswerJob,
     PrepareSettings,
-    cut_text,
     default_max_new_tokens,
     open_folder,
     prepare,
     run_name,
 )
+from draftsmith.data.answers.summary import cut_text
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -102,6 +102,24 @@ def test_samplings_alternate_by_prompt(samples: list[Sample]) -> None:
     """By place in the prompts file, not by the order of answering, which sorts by length."""
     found = [Sampling(sample.temperature, sample.top_p, sample.top_k) for sample in samples]
     assert found == list(SAMPLINGS) * (NUM_PROMPTS // 2)
+
+
+def test_every_prompt_is_answered_by_each_sampling(
+    folder: Path, source: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    """The first answers are those that it has alone, and the second ones are at the other temperature."""
+    prepare(tiny_target, source, tmp_path, replace(SETTINGS, answers_per_prompt=2))
+    found, once = list(read_samples(tmp_path)), list(read_samples(folder))
+    assert [sample.token_ids for sample in found[:NUM_PROMPTS]] == [sample.token_ids for sample in once]
+    assert [sample.prompt_index for sample in found] == 2 * list(range(NUM_PROMPTS))
+    assert len({(sample.prompt_index, sample.temperature) for sample in found}) == 2 * NUM_PROMPTS
+    assert read_prepared(tmp_path)["num_prompts"] == NUM_PROMPTS
+
+
+def test_a_greedy_answer_is_not_written_twice() -> None:
+    with pytest.raises(UserError, match="answers_per_prompt 3: at temperature 0 a prompt has one answer: give at most"):
+        replace(SETTINGS, answers_per_prompt=3)
+    replace(SETTINGS, samplings=SAMPLINGS[1:], answers_per_prompt=3)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

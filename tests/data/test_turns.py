@@ -61,7 +61,7 @@ def make_target(tiny_target: Target) -> Callable[[str], Target]:
 
 
 def begin(target: Target, messages: list[dict]) -> Dialogue:
-    return Dialogue(Prompt(messages=messages, domain="forge"), 7, Sampling(), target, Markers.of_target(target))
+    return Dialogue(Prompt(messages=messages, domain="forge"), 7, 7, Sampling(), target, Markers.of_target(target))
 
 
 def ids(target: Target, text: str) -> list[int]:

@@ -35,7 +35,7 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
-from draftsmith.recipes.auto.budget import answering_share, in_turns
+from draftsmith.recipes.auto.budget import answering_share
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, why_over
 from draftsmith.recipes.auto.score import (
@@ -168,15 +168,6 @@ def test_the_winner_passes_four_times_over_the_answers() -> None:
     assert (rung / 4 + rung / 2 + final) / 1.0 == pytest.approx(budget.PASSES * 1000 * share / 2.0)
     assert answering_share(0.001, 1.0, 4) == budget.LEAST_ANSWERING
     assert answering_share(100.0, 1.0, 4) == budget.MOST_ANSWERING
-
-
-@pytest.mark.parametrize("number", [4, 5])
-def test_prompts_are_answered_again_at_the_other_temperature(number: int) -> None:
-    """Answers take turns at two temperatures."""
-    prompts = [Prompt(str(i)) for i in range(number)]
-    answered = [(prompt.text, place % len(budget.ANSWERS.samplings)) for place, prompt in enumerate(in_turns(prompts))]
-    assert [text for text, _ in answered[:number]] == [prompt.text for prompt in prompts]
-    assert len(set(answered)) == len(answered) == 2 * number
 
 
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_the_model_is_a_target_that_chats(finished: TargetRun) -> None:
     end = target.tokenizer.convert_tokens_to_ids(END_OF_TURN)
     assert set(target.eos_token_ids) == {target.tokenizer.eos_token_id, end}
     asked = [CHAT[0], CHAT[1], {"role": "user", "content": "Again."}]
-    dialogue = Dialogue(Prompt(messages=asked), 0, Sampling(0.0), target, Markers.of_target(target))
+    dialogue = Dialogue(Prompt(messages=asked), 0, 0, Sampling(0.0), target, Markers.of_target(target))
     opened = dialogue.context
     dialogue.take([*target.tokenizer("x = 1", add_special_tokens=False)["input_ids"], cast(int, end)], 100)
     assert dialogue.context[: len(opened)] == opened
