@@ -1,4 +1,4 @@
-"""What is told of a folder of samples when it is written."""
+"""The summary of a folder of samples, which is printed when the folder is written."""
 
 from pathlib import Path
 from typing import Any
