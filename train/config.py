@@ -85,6 +85,7 @@ class OptimizerConfig:
     beta2: BelowOne = 0.95
     weight_decay: NonNegative = 0.0
     matrices: Literal["adamw", "muon"] = "adamw"  # what trains inner matrices; AdamW trains all else
+    matrices_rate_factor: NonNegative = 1.0  # of Muon's learning rate, beside that of AdamW
     decay: Literal["cosine", "late"] = "cosine"  # late: the peak is kept until decay_share of all steps is left
     warmup_share: Share = 0.04  # of all steps, linear
     decay_share: Share = 0.2  # of all steps, of the late decay, which is linear
@@ -225,6 +226,11 @@ def from_dict(content: dict[str, Any]) -> TrainConfig:
     _check_data(config)
     if config.optimizer.decay == "cosine" and config.optimizer.decay_share != OptimizerConfig.decay_share:
         raise UserError("optimizer.decay_share has no effect on the cosine: give optimizer.decay=late, too")
+    if config.optimizer.matrices == "adamw" and config.optimizer.matrices_rate_factor != 1:
+        raise UserError(
+            "optimizer.matrices_rate_factor has no effect on AdamW: give optimizer.matrices_rate_factor=1, or "
+            "optimizer.matrices=muon"
+        )
     _check_changed_target(config)
     _check_evaluation(config)
     if config.run.stuck_after >= config.run.timeout:

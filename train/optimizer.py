@@ -23,8 +23,8 @@ class Muon(torch.optim.Optimizer):
     quickstart's EAGLE-3 than the loss and its gradient. On a GPU products are in bf16, as in torch.
     """
 
-    def __init__(self, matrices: list[torch.nn.Parameter], weight_decay: float) -> None:
-        super().__init__(matrices, {"lr": 1e-3, "weight_decay": weight_decay})
+    def __init__(self, matrices: list[torch.nn.Parameter], weight_decay: float, rate_factor: float = 1.0) -> None:
+        super().__init__(matrices, {"lr": 1e-3, "weight_decay": weight_decay, "rate_factor": rate_factor})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -36,8 +36,9 @@ class Muon(torch.optim.Optimizer):
             for first in range(0, len(matrices), num_ranks):
                 at_once = matrices[first : first + num_ranks]
                 for matrix, direction in zip(at_once, directions(list(map(self.update, at_once))), strict=True):
-                    size = group["lr"] * SHARE_OF_ADAMW * math.sqrt(max(matrix.shape))
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-size)
+                    rate = group["lr"] * group["rate_factor"]
+                    size = rate * SHARE_OF_ADAMW * math.sqrt(max(matrix.shape))
+                    matrix.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-size)
 
     def update(self, matrix: torch.nn.Parameter) -> Tensor:
         """Add the gradient of a matrix to its momentum, and return what its direction is computed of."""
@@ -116,8 +117,8 @@ def optimizer_of(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optim
     """Return the optimiser of what is trained: AdamW or, as `config.matrices` says, Muon for the inner matrices.
 
     Muon (https://kellerjordan.github.io/posts/muon) makes all directions of a matrix's step equally long. Steps are as
-    large as AdamW's (arXiv 2502.16982, equation 4), so that one learning rate suits both. Embeddings and heads, whose
-    rows are tokens, stay with AdamW.
+    large as AdamW's at the same learning rate (arXiv 2502.16982, equation 4), of which `config.matrices_rate_factor`
+    gives them more or less. Embeddings and heads, whose rows are tokens, stay with AdamW.
     """
     trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     inner = [] if config.matrices == "adamw" else inner_matrices(drafter)
@@ -126,7 +127,7 @@ def optimizer_of(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optim
     adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True)
     if not inner:
         return adamw
-    return MuonAndAdamW(Muon(inner, config.weight_decay), adamw)
+    return MuonAndAdamW(Muon(inner, config.weight_decay, config.matrices_rate_factor), adamw)
 
 
 def inner_matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
@@ -134,10 +135,14 @@ def inner_matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
 
     A matrix that has so many rows by accident is trained by AdamW, which does no harm.
     """
-    ids = drafter.draft_to_target()
-    vocabularies = {drafter.target.vocab_size, drafter.target.vocab_size if ids is None else len(ids)}
     matrices = [parameter for parameter in drafter.parameters() if parameter.requires_grad and parameter.ndim == 2]
-    return [matrix for matrix in matrices if len(matrix) not in vocabularies]
+    return [matrix for matrix in matrices if not has_rows_of_tokens(matrix, drafter)]
+
+
+def has_rows_of_tokens(matrix: Tensor, drafter: Drafter) -> bool:
+    """Return whether a matrix has as many rows as one of the drafter's vocabularies."""
+    ids = drafter.draft_to_target()
+    return len(matrix) in (drafter.target.vocab_size, drafter.target.vocab_size if ids is None else len(ids))
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:

@@ -32,6 +32,8 @@ def base_of(target_dir: Path, target: Target, folder: Path) -> dict[str, Any]:
         "run.device": "cpu",
         "run.log_every": 1,
         "optimizer.learning_rate": 3e-3,
+        "optimizer.matrices": "adamw",
+        "optimizer.matrices_rate_factor": 1.0,
     }
 
 

@@ -62,6 +62,7 @@ def test_operations_are_those_of_the_books() -> None:
     """2 operations a weight and token through the target, 6 through what is trained (arXiv 2001.08361, section 2.1)."""
     config, public = RECIPES["eagle3_llama_3_1_8b_smoke"](), PUBLIC_TARGETS["llama_3_1_8b"].config
     config.drafter.unroll_steps = 1
+    config.optimizer.matrices = "adamw"
     found = estimate(config, public, 100)
     tokens = config.run.steps * config.data.batch_size * 100
     layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 3 * 4096

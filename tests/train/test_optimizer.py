@@ -42,14 +42,17 @@ def test_each_parameter_moves_as_by_its_own_optimiser(
     """Also after a state was loaded, as accelerate does with each new optimiser. torch's Muon computes in bf16."""
     monkeypatch.setattr("draftsmith.train.optimizer.product_dtype", lambda matrix: torch.bfloat16)
     drafter, twin = build("eagle3", tiny_target), build("eagle3", tiny_target)
-    config, batch = OptimizerConfig(learning_rate=3e-3, weight_decay=0.1, **MUON), random_batch(tiny_target)
+    config, batch = (
+        OptimizerConfig(learning_rate=3e-3, weight_decay=0.1, matrices_rate_factor=2, **MUON),
+        random_batch(tiny_target),
+    )
     optimizer = optimizer_of(drafter, config)
     if loads_a_state:
         optimizer.load_state_dict(optimizer.state_dict())
     inner = inner_matrices(twin)
     rest = [parameter for parameter in twin.parameters() if all(parameter is not matrix for matrix in inner)]
     expected = [
-        torch.optim.Muon(inner, lr=3e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(inner, lr=6e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=3e-3, betas=(config.beta1, config.beta2), weight_decay=0.1, fused=True),
     ]
     for group in optimizer.param_groups:
@@ -100,6 +103,11 @@ def test_the_late_decay_keeps_the_peak_and_falls_at_the_end() -> None:
     assert rates[:2] == [0.5, 1.0]
     assert rates[2:17] == [1.0] * 15
     assert rates[17:] == pytest.approx([0.775, 0.55, 0.325, 0.1])
+
+
+def test_a_rate_of_muon_is_refused_beside_adamw(base: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="matrices_rate_factor has no effect on AdamW"):
+        make_config("eagle3", base, Path("unused"), optimizer={"matrices_rate_factor": 10})
 
 
 def test_a_decay_of_the_cosine_is_refused(base: dict[str, Any]) -> None:

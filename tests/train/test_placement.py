@@ -295,11 +295,11 @@ def test_a_device_map_gives_the_trajectory(
     assert trajectory(run) == [pytest.approx(step, rel=TOLERANCE) for step in expected()]
 
 
-@pytest.mark.parametrize(("num_gpus", "on_first"), [(2, 22), (3, 2), (4, 0)])
+@pytest.mark.parametrize(("num_gpus", "on_first"), [(2, 23), (3, 4), (4, 0)])
 def test_layers_lie_where_there_is_room(
     num_gpus: int, on_first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """70B: the first GPU also holds ends, drafter, optimiser and a micro-batch, 63 GB, as much as 36 of 80 layers."""
+    """70B: the first GPU also holds ends, drafter, optimiser and a micro-batch, 59 GB, as much as 34 of 80 layers."""
     PUBLIC_TARGETS["llama_3_3_70b"].config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     config = RECIPES["eagle3_llama_3_3_70b_usable"]()
@@ -311,7 +311,7 @@ def test_layers_lie_where_there_is_room(
     target = Target.without_weights(tmp_path)
     of_layers, taken = devices_of_layers(config, gpus[0]), memory_needed(config, gpus[0], target)
     beside = taken.ends_bytes + taken.drafter_bytes + taken.working_bytes
-    assert beside / taken.layer_bytes * 80 == pytest.approx(36.6, abs=0.1)
+    assert beside / taken.layer_bytes * 80 == pytest.approx(33.9, abs=0.1)
     counts = [of_layers.count(gpu) for gpu in gpus]
     assert of_layers == [gpu for gpu, count in zip(gpus, counts, strict=True) for _ in range(count)]
     assert counts[0] == on_first

@@ -31,7 +31,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     if sharded == "DEEPSPEED" and config.optimizer.matrices == "muon":
         raise UserError(
             "optimizer.matrices=muon needs whole matrices, and DeepSpeed steps on pieces of them: start with "
-            "recipes/launch/ddp.yaml or fsdp2.yaml, or give optimizer.matrices=adamw"
+            "recipes/launch/ddp.yaml or fsdp2.yaml, or give optimizer.matrices=adamw optimizer.matrices_rate_factor=1"
         )
     try:
         accelerator = Accelerator(
