@@ -1,5 +1,7 @@
 """auto.html: what was tried, what was dropped and why, what came out of it, and what more time would bring."""
 
+import math
+
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.budget import in_words
@@ -114,9 +116,10 @@ def plan(state: AutoState) -> Section:
 
 def more_time(before: Score, score: Score, costs: Costs, load: ServingLoad) -> str:
     """Return what ten times the training would bring to the winner, by its growth since the score before."""
-    to_come = growth_to_come(growth_per_doubling(before, score), MORE)
-    usual, best = (potential(score, added, costs, load) for added in to_come)
+    growth = max(0.0, growth_per_doubling(before, score))
+    usual, undiminished = growth_to_come(growth, MORE)[0], growth * math.log2(MORE)
+    reached, most = (potential(score, added, costs, load) for added in (usual, undiminished))
     return (
-        f"With {MORE} times the training {score.name} would be at about {usual:.2f}×, and at {best:.2f}× at best, in "
-        f"place of {score.speedup:.2f}×, by its growth since the race."
+        f"With {MORE} times the training {score.name} would be at about {reached:.2f}×, in place of "
+        f"{score.speedup:.2f}×, and at {most:.2f}× if each doubling of the steps added as much as the last one."
     )
