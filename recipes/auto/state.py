@@ -19,7 +19,7 @@ class AutoState:
     plan: AutoPlan
     needed_rates: dict[str, float | None]  # acceptance rate from which on a kind pays, as `needed_rate` gives it
     lookups: list[Score]
-    probes: list[Score]  # of kinds after a part of their first rung
+    probes: list[Score]  # of kinds, before the first rung
     rungs: list[Rung]
     answers: AnswerSummary | None = None
     over: str | None = None  # why the race ended before the last rung
