@@ -434,7 +434,8 @@ def test_a_search_killed_at_any_change_comes_to_the_same_decisions(
     own = budget.timed_samples
     monkeypatch.setattr(budget, "time_step", lambda *_: StepTime(0.05, 0.1))
     monkeypatch.setattr(budget, "timed_samples", lambda plain, prompts, answers: (own(plain, prompts, answers)[0], 0.5))
-    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
+    for module in (auto, tuning):
+        monkeypatch.setattr(module, "measure_costs", lambda *_: costs_of(0.1))
     monkeypatch.setattr(auto, "why_over", lambda *_: None)
     with recorded_changes(settings.out) as states:
         run(settings)
