@@ -5,8 +5,8 @@
 A search gets so many minutes, on one thread. Then each of its kinds alone gets the time that the search had for its
 race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
 turns on the search's test prompts: how near comes the choice to the best of all? A third table has the forecast of each
-kind after the first rung beside what it came to alone, by which the declines of recipes/auto/race.py were chosen.
-FOLDER keeps what was found: give the same command again to go on.
+kind after the first rung beside what it came to alone, which judges the declines of recipes/auto/race.py. FOLDER keeps
+what was found: give the same command again to go on.
 """
 
 import argparse

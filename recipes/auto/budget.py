@@ -135,8 +135,7 @@ def make_plan(
     sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
     share = answering_share(answer_seconds, sample_seconds, len(drafters))
     affordable = max(len(first), int(share * seconds / answer_seconds))
-    answers_per_prompt = min(len(answers.samplings), max(1, affordable // len(prompts)))
-    num_prompts = min(len(prompts), affordable)
+    num_prompts, answers_per_prompt = prompts_to_answer(affordable, len(prompts), len(answers.samplings))
     num_answers = answers_per_prompt * num_prompts
     training_seconds = max(0.0, LEARNING_SHARE * seconds - num_answers * answer_seconds)
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
@@ -161,6 +160,11 @@ def make_plan(
         least_seconds=len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
+
+
+def prompts_to_answer(affordable: int, num_prompts: int, most_answers: int) -> tuple[int, int]:
+    """Return how many of the prompts are answered, and how often each, where there is time for so many answers."""
+    return min(num_prompts, affordable), min(most_answers, max(1, affordable // num_prompts))
 
 
 def answering_share(answer_seconds: float, sample_seconds: float, num_kinds: int) -> float:

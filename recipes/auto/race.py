@@ -4,8 +4,8 @@ What counts is the speedup predicted on the user's traffic at the user's load. L
 rivals from the start. A forecast says what a kind can still reach; where none can reach a lookup, the race ends.
 
 A short probe of each kind comes before the first rung. So at the end of each rung it is known what twice the steps
-added to the log-odds of its acceptance. Each further doubling adds less: in searches of the embedded target, which
-benchmarks/auto.py made, about three quarters of what the one before added (docs/auto.md).
+added to the log-odds of its acceptance. Each further doubling adds less, in searches of the embedded target about three
+quarters of what the one before added (docs/auto.md).
 """
 
 import math
@@ -18,7 +18,8 @@ from draftsmith.recipes.auto.score import Score, ServingLoad, growth_per_doublin
 
 LOOKUPS = ("ngram", "suffix")
 USUAL_DECLINE = 0.75  # what a doubling of the steps adds, of what the one before it added
-LEAST_DECLINE, SLOW_START = 0.9, 0.3  # the same at best; and what kinds that hardly grew at first came to add at best
+LEAST_DECLINE = 0.9  # the same at best
+SLOW_START = 0.3  # growth per doubling that a kind may still come to, though it hardly grew so far
 
 Training = Callable[[str, int], tuple[Score, Costs]]  # of a kind, for so many steps in all
 

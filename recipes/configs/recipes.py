@@ -136,8 +136,8 @@ def _block_recipe(drafter: DFlashConfig) -> TrainConfig:
 def _by_muon(config: TrainConfig, rate_factor: float = 1.0) -> TrainConfig:
     """Return a config that trains inner matrices by Muon.
 
-    1e-3 is the rate that speculators found best for Muon, with Qwen3-8B and others (its pull requests 607, 746 and
-    1148). AdamW's is as high where it trains little else; a head of EAGLE is better changed slowly.
+    1e-3 is the rate that speculators' authors found to be good for Muon with Qwen3-8B and others (its pull requests
+    607, 746 and 1148). AdamW's is as high where it trains little; heads of EAGLE-3 and P-EAGLE keep the usual 1e-4.
     """
     config.optimizer.matrices, config.optimizer.matrices_rate_factor = "muon", rate_factor
     return config

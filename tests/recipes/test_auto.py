@@ -35,7 +35,7 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
-from draftsmith.recipes.auto.budget import answering_share
+from draftsmith.recipes.auto.budget import answering_share, prompts_to_answer
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, why_over
 from draftsmith.recipes.auto.score import (
@@ -158,7 +158,7 @@ def test_answers_are_described() -> None:
 
 
 def test_the_winner_passes_four_times_over_the_answers() -> None:
-    """Of a thousand seconds, some for answers, the winner of four kinds trains alone after rungs of four and of two.
+    """The winner of four kinds trains alone after rungs of four and of two, in what answers leave of 1,000 seconds.
 
     An answer takes two seconds, and training on one takes one second.
     """
@@ -168,6 +168,12 @@ def test_the_winner_passes_four_times_over_the_answers() -> None:
     assert (rung / 4 + rung / 2 + final) / 1.0 == pytest.approx(budget.PASSES * 1000 * share / 2.0)
     assert answering_share(0.001, 1.0, 4) == budget.LEAST_ANSWERING
     assert answering_share(100.0, 1.0, 4) == budget.MOST_ANSWERING
+
+
+def test_prompts_are_answered_again_where_there_is_time_for_all() -> None:
+    """With time for all 64 prompts twice each has two answers, and never more than there are temperatures."""
+    found = [prompts_to_answer(affordable, 64, 2) for affordable in (30, 127, 128, 1000)]
+    assert found == [(30, 1), (64, 1), (64, 2), (64, 2)]
 
 
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
@@ -251,7 +257,7 @@ def test_the_growth_of_a_run_is_told_by_two_scores() -> None:
 
 
 def test_what_is_still_to_come_declines_with_each_doubling() -> None:
-    """Of 0.4 three doublings usually bring 0.3, 0.225 and 0.169 more; at best a kind that stood still grows, too."""
+    """Three doublings after one of 0.4 bring 0.3, 0.225 and 0.169; at best a kind that stood still grows, too."""
     usual, best = growth_to_come(0.4, 8)
     assert usual == pytest.approx(0.4 * (0.75 + 0.75**2 + 0.75**3))
     assert best == pytest.approx(0.4 * (0.9 + 0.9**2 + 0.9**3))
@@ -303,7 +309,7 @@ def test_the_race_ends_where_the_sla_is_out_of_reach() -> None:
 
 
 def measured(drafter: str, speedup: float, tpot_ms: float, num_prompts: int = 20) -> Evaluation:
-    """What was measured of a drafter: so many milliseconds a token at the 95th percentile, plain decoding 11."""
+    """Return an evaluation with so many milliseconds a token at the 95th percentile, plain decoding with 11."""
     row = typed_result(0.75, 4.0)
     times = Percentiles(tpot_ms / 2, tpot_ms, 2 * tpot_ms)
     setting, speed = replace(row.setting, num_prompts=num_prompts), replace(row.speed, tpot_ms=times, speedup=speedup)
@@ -366,7 +372,7 @@ def settings(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def run(settings: AutoSettings) -> str:
-    """What is printed."""
+    """Run a search, and return what it prints."""
     console = Console(width=200, record=True)
     auto.run(settings, console)
     return console.export_text()
