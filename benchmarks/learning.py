@@ -51,24 +51,24 @@ class Variant:
 
 TARGET_START, EACH = {"starting_layers": "target"}, {"feature_norm": "each"}
 MUON: dict[str, Any] = {"matrices": "muon"}
-EAGLE31: dict[str, Any] = {**TARGET_START, **EACH, "norm_output": True}
+EAGLE31: dict[str, Any] = {**EACH, "norm_output": True}
 FAST: dict[str, Any] = {**MUON, "learning_rate": 8e-3}
 VARIANTS = {
-    "as it was": Variant(),
-    "feature norm": Variant(EACH),
-    "EAGLE-3.1": Variant({**EACH, "norm_output": True}),
-    "target's layer": Variant(TARGET_START),
-    "both": Variant({**TARGET_START, **EACH}),
-    "target's layer, EAGLE-3.1": Variant(EAGLE31),
+    "plain": Variant(),
     "Muon 4e-3": Variant({}, MUON),
+    "feature norm": Variant(EACH),
+    "EAGLE-3.1": Variant(EAGLE31),
+    "EAGLE-3.1, Muon 4e-3": Variant(EAGLE31, MUON),
+    "EAGLE-3.1, Muon 8e-3": Variant(EAGLE31, FAST),
+    "EAGLE-3.1, Muon 8e-3, 1024 draft tokens": Variant({**EAGLE31, "draft_vocab_size": 1024}, FAST),
+    "EAGLE-3.1, Muon 8e-3, 512 draft tokens": Variant({**EAGLE31, "draft_vocab_size": 512}, FAST),
+    "EAGLE-3.1, Muon 8e-3, late decay": Variant(EAGLE31, {**FAST, "decay": "late"}),
+    "target's layer": Variant(TARGET_START),
+    "target's layer, EAGLE-3.1": Variant({**TARGET_START, **EAGLE31}),
     "target's layer, Muon 4e-3": Variant(TARGET_START, MUON),
     "target's layer, Muon 8e-3": Variant(TARGET_START, FAST),
-    "both, Muon 8e-3": Variant({**TARGET_START, **EACH}, FAST),
-    "both, Muon 1.6e-2": Variant({**TARGET_START, **EACH}, {**MUON, "learning_rate": 1.6e-2}),
-    "target's layer, EAGLE-3.1, Muon 8e-3": Variant(EAGLE31, FAST),
-    "the same, 1024 draft tokens": Variant({**EAGLE31, "draft_vocab_size": 1024}, FAST),
-    "the same, 512 draft tokens": Variant({**EAGLE31, "draft_vocab_size": 512}, FAST),
-    "both, Muon 8e-3, late decay": Variant({**TARGET_START, **EACH}, {**FAST, "decay": "late"}),
+    "target's layer, feature norm, Muon 8e-3": Variant({**TARGET_START, **EACH}, FAST),
+    "target's layer, EAGLE-3.1, Muon 8e-3": Variant({**TARGET_START, **EAGLE31}, FAST),
 }
 
 

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, H hidden width, W width of what the attention reads, N
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -75,6 +76,12 @@ def randomize(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02)
+
+
+def pass_on_last(fc: nn.Linear, width: int) -> None:
+    """Set the weights of a layer in place, so that it returns the last `width` values of what it reads."""
+    nn.init.zeros_(fc.weight)
+    fc.weight.data[:, -width:] = torch.eye(width)
 
 
 def start_as_target(layers: list[DecoderLayer], norm: RMSNorm | None, target: Target) -> None:

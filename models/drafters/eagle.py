@@ -27,6 +27,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     engine_layer_config,
     layer_config_for,
     layer_config_of,
+    pass_on_last,
     randomize,
     start_as_target,
 )
@@ -67,14 +68,13 @@ class Eagle(Drafter):
 
     @classmethod
     def from_target(cls, config: EagleConfig, target: Target) -> "Eagle":
-        """Return a drafter whose `fc` passes the feature on to a random layer, or a copy of the target's last one."""
+        """Return a drafter of random weights, or one whose `fc` passes the feature on to a copy of the last layer."""
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
-        randomize(drafter.layer)
-        nn.init.zeros_(drafter.fc.weight)
-        drafter.fc.weight.data[:, -target.hidden_size :] = torch.eye(target.hidden_size)
+        randomize(drafter)
         if config.bias:
             nn.init.zeros_(drafter.fc.bias)
         if config.starting_layers == "target":
+            pass_on_last(drafter.fc, target.hidden_size)
             start_as_target([drafter.layer], None, target)
         return drafter
 

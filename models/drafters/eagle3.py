@@ -30,6 +30,7 @@ from draftsmith.models.drafter_parts.decoder_layer import (
     engine_layer_config,
     layer_config_for,
     layer_config_of,
+    pass_on_last,
     randomize,
     start_as_target,
 )
@@ -131,17 +132,17 @@ class Eagle3(Drafter):
 
     @classmethod
     def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
-        """Return a drafter that begins with the highest layer read and ends with the target's head.
+        """Return a drafter with a random layer, or several, between a random `fc` and the target's head.
 
-        Between them stand random layers or, as `starting_layers` says, copies of the target's last ones with the final
-        norm behind them. The embedding is the target's own, frozen and not stored.
+        With `starting_layers` it begins as the end of the target: `fc` passes on the highest layer read to copies of
+        the target's last layers, with the final norm behind them. The embedding is the target's own, frozen and not
+        stored.
         """
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
-        randomize(drafter.layers)
-        nn.init.zeros_(drafter.fc.weight)
-        drafter.fc.weight.data[:, -target.hidden_size :] = torch.eye(target.hidden_size)
+        randomize(drafter)
         copy_head(drafter.lm_head, target, torch.arange(drafter.lm_head.out_features))
         if config.starting_layers == "target":
+            pass_on_last(drafter.fc, target.hidden_size)
             start_as_target([drafter.layer, *drafter.deeper], drafter.norm, target)
         return drafter
 

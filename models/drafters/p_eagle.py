@@ -262,7 +262,8 @@ class PEagleCache(DrafterCache):
 
 
 def eagle3_config(config: PEagleConfig) -> Eagle3Config:
-    return Eagle3Config(**{name: getattr(config, name) for name in SHARED_FIELDS})
+    shared = {name: getattr(config, name) for name in SHARED_FIELDS}
+    return Eagle3Config(**shared, starting_layers=config.starting_layers)
 
 
 def deeper_name(name: str, before: str, after: str, step: int) -> str:

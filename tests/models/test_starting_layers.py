@@ -116,9 +116,9 @@ def test_a_target_without_its_layers_gives_them_from_its_files(kind: str, make_t
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_new_drafter_begins_with_the_highest_state_alone(tiny_target: Target) -> None:
+def test_copied_layers_begin_with_the_highest_state_alone(tiny_target: Target) -> None:
     """Noise in `fc` would grow with the target's width, and outweigh that state in a target of today."""
-    drafter = Eagle3.from_target(Eagle3Config(), tiny_target)
+    drafter = Eagle3.from_target(Eagle3Config(starting_layers="target"), tiny_target)
     states = torch.randn(5, 3, tiny_target.hidden_size)
     assert torch.equal(drafter.fuse(states.flatten(1)), states[:, -1])
 
