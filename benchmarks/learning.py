@@ -57,6 +57,7 @@ VARIANTS = {
     "plain": Variant(),
     "Muon 4e-3": Variant({}, MUON),
     "feature norm": Variant(EACH),
+    "feature norm, Muon 8e-3": Variant(EACH, FAST),
     "EAGLE-3.1": Variant(EAGLE31),
     "EAGLE-3.1, Muon 4e-3": Variant(EAGLE31, MUON),
     "EAGLE-3.1, Muon 8e-3": Variant(EAGLE31, FAST),

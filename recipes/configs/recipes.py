@@ -46,11 +46,8 @@ def _eagle31(unroll_steps: int, draft_vocab_size: int | None) -> Eagle3Config:
 
 
 def p_eagle() -> TrainConfig:
-    """P-EAGLE of four layers with a draft vocabulary of 32000; drafts up to 8 tokens in one pass.
-
-    It starts as the target's last layers.
-    """
-    drafter = PEagleConfig(draft_vocab_size=32000, starting_layers="target")
+    """P-EAGLE of four layers with a draft vocabulary of 32000; drafts up to 8 tokens in one pass."""
+    drafter = PEagleConfig(draft_vocab_size=32000, feature_norm="each")
     return _by_muon(_recipe(drafter, learning_rate=1e-4, steps=20000), 10)
 
 
@@ -152,7 +149,7 @@ def quickstart_eagle3() -> TrainConfig:
 
 def quickstart_p_eagle() -> TrainConfig:
     """P-EAGLE of two layers for the embedded target, in a minute or two on a CPU."""
-    drafter = PEagleConfig(num_layers=2, num_depths=5, starting_layers="target")
+    drafter = PEagleConfig(num_layers=2, num_depths=5, feature_norm="each")
     return _by_muon(_quickstart(p_eagle(), 8e-3, drafter))
 
 
