@@ -36,7 +36,7 @@ from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import learning_rate, optimizer_of, set_learning_rate
 
 Step = tuple[Batch, Features]  # of training: a batch, and what the target gives for it
-KINDS = ("eagle", "eagle3", "p_eagle", "dflash", "dflash2", "dspark", "domino")
+KINDS = ("eagle", "eagle3", "p_eagle", "mtp", "dflash", "dflash2", "dspark", "domino")
 DRAFT_LENGTH, MAX_NEW_TOKENS = 4, 64
 MODES: dict[float, VerificationMode] = {0.0: "greedy", 1.0: "probabilistic"}
 

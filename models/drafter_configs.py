@@ -164,7 +164,7 @@ class MtpConfig(DrafterConfig):
     fixed_fields = ("starting_layers",)
     kind: str = "mtp"
     # Of a new drafter: the target's own head, or a new head with a random layer or a copy of the target's last one.
-    # None: the target's own head where it has one, else a new head with a copy.
+    # None: the target's own head where it has one, else a new head with a random layer.
     starting_layers: Literal["native", "random", "target"] | None = None
     unroll_steps: Depth = 3  # tokens in a row that the one layer is trained to draft
     step_decay: Share = 0.6  # weight of unrolled step k is step_decay ** k (FastMTP, arXiv 2509.18362)

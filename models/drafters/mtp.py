@@ -76,9 +76,9 @@ class Mtp(Drafter):
         if config.starting_layers == "native":
             raise UserError(
                 f"drafter.starting_layers=native: the files of {target.name} hold no head for further tokens; give "
-                "drafter.starting_layers=target"
+                "drafter.starting_layers=random"
             )
-        config = replace(config, starting_layers=config.starting_layers or "target")
+        config = replace(config, starting_layers=config.starting_layers or "random")
         drafter = cls(config, target)
         drafter._start_new()
         return drafter
@@ -89,25 +89,25 @@ class Mtp(Drafter):
 
     @torch.no_grad()
     def _start_new(self) -> None:
-        """Let the layer read the target's state alone, with random weights or those of the target's last layer.
+        """Give the head random weights or, as `starting_layers` says, let it start as the target's last layer.
 
-        Behind the layer stands a copy of the target's final norm.
+        A copied layer reads the target's state alone. The norm behind the layer is a copy of the target's final one.
         """
         if self.target.device.type == "meta":  # where tensors have sizes alone
             return
-        for parameter in self.layer.parameters():
+        for parameter in [self.fuse.weight, *self.layer.parameters()]:
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         for name, parameter in self.layer.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        width = self.target.hidden_size
-        nn.init.zeros_(self.fuse.weight)
-        state = slice(width) if self.layout.state_first else slice(width, None)
-        self.fuse.weight[:, state] = torch.eye(width)
         base: Any = self.target.model.base_model
         self.last_norm.load_state_dict(base.norm.state_dict())
         if self.config.starting_layers == "target":
+            width = self.target.hidden_size
+            state = slice(width) if self.layout.state_first else slice(width, None)
+            nn.init.zeros_(self.fuse.weight)
+            self.fuse.weight[:, state] = torch.eye(width)
             self.layer.load_state_dict(together(layer_tensors(self.target, number_of_layer(self.target.text_config))))
 
     @property

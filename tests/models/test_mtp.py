@@ -76,7 +76,7 @@ def test_the_targets_own_head_is_read(family: str, tmp_path: Path) -> None:
     target = Target.from_pretrained(folder, "cpu", torch.float32)
     with pytest.raises(UserError, match="needs a checkpoint"):
         load_drafter("mtp", target)
-    with pytest.raises(UserError, match="hold no head for further tokens; give drafter.starting_layers=target"):
+    with pytest.raises(UserError, match="hold no head for further tokens; give drafter.starting_layers=random"):
         Mtp.from_target(MtpConfig(starting_layers="native"), target)
     head = add_head(folder, num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
     repeats = {
@@ -104,7 +104,7 @@ def test_a_new_layer_may_be_the_targets_last(folders: dict[str, Path]) -> None:
     for target in (whole, bare):
         drafter = Mtp.from_target(MtpConfig(starting_layers="target"), target)
         assert all(torch.equal(tensor, last[name]) for name, tensor in drafter.layer.state_dict().items())
-    assert Mtp.from_target(MtpConfig(), whole).config.starting_layers == "target"
+    assert Mtp.from_target(MtpConfig(), whole).config.starting_layers == "random"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_checkpoint_is_the_head_alone(folders: dict[str, Path], tmp_path: Path
     drafter = build("mtp", target)
     save_drafter(drafter, tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == NAMES["glm4_moe"]
-    assert json.loads((tmp_path / "config.json").read_text())["draftsmith"]["starting_layers"] == "target"
+    assert json.loads((tmp_path / "config.json").read_text())["draftsmith"]["starting_layers"] == "random"
     found = load_drafter(tmp_path, target).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in drafter.state_dict().items())
 
