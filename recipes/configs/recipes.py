@@ -144,7 +144,7 @@ def quickstart_eagle() -> TrainConfig:
 
 def quickstart_eagle3() -> TrainConfig:
     """EAGLE-3.1 for the embedded target, in a minute or two on a CPU."""
-    return _by_muon(_quickstart(eagle3(), 8e-3, _eagle31(unroll_steps=3, draft_vocab_size=None)))
+    return _by_muon(_quickstart(eagle3(), 4e-3, _eagle31(unroll_steps=3, draft_vocab_size=None)))
 
 
 def quickstart_p_eagle() -> TrainConfig:
