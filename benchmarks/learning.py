@@ -56,6 +56,7 @@ FAST: dict[str, Any] = {**MUON, "learning_rate": 8e-3}
 VARIANTS = {
     "plain": Variant(),
     "Muon 4e-3": Variant({}, MUON),
+    "Muon 8e-3": Variant({}, FAST),
     "feature norm": Variant(EACH),
     "feature norm, Muon 8e-3": Variant(EACH, FAST),
     "EAGLE-3.1": Variant(EAGLE31),
