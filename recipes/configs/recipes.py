@@ -175,7 +175,7 @@ def quickstart_domino() -> TrainConfig:
 
 def quickstart_mtp() -> TrainConfig:
     """A new head for further tokens of the embedded target, in a minute or two on a CPU."""
-    return _quickstart(mtp(), 4e-3)
+    return _by_muon(_quickstart(mtp(), 8e-3))
 
 
 def quickstart_medusa() -> TrainConfig:
