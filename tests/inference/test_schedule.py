@@ -198,7 +198,7 @@ def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
         in_rows = lambda self, cache, ids, *rest: ids.shape[1] == slots or prefill(self, cache, ids, *rest)  # noqa: E731
         monkeypatch.setattr(type(drafter), "prefill", in_rows)  # of prompts only
         unfed = draft_after(prompts, [3, 0, 0, 0, 1, 0, 2, 0, 0])[1]
-        assert (unfed.logits - expected.logits).abs().max() > 0.01
+        assert (unfed.logits - expected.logits).abs().max() > 1e-3  # ten times what is allowed above
 
 
 def test_what_a_schedule_cannot_go_with_is_refused(tiny_target: Target) -> None:
