@@ -99,7 +99,8 @@ def export_trained_head(folder: Path, family: str, texts: list[str]) -> Target:
     save_file(tensors, weights, metadata={"format": "pt"})
     target = Target.from_pretrained(folder / "target", "cpu", torch.float32)
     prompts = [target.encode(text) for text in texts]
-    drafter = trained("mtp", target, [prompt for prompt in prompts for _ in range(2)], num_steps=150)
+    twice = [prompt for prompt in prompts for _ in range(2)]
+    drafter = trained("mtp", target, twice, num_steps=150, starting_layers="target")
     torch.manual_seed(0)  # other noise may leave too little that is accepted
     for parameter in drafter.parameters():
         parameter.data += 0.6 * torch.randn_like(parameter) * parameter.abs().mean()
