@@ -134,9 +134,9 @@ class Eagle3(Drafter):
     def from_target(cls, config: Eagle3Config, target: Target) -> "Eagle3":
         """Return a drafter with a random layer, or several, between a random `fc` and the target's head.
 
-        With `starting_layers` it begins as the end of the target: `fc` passes on the highest layer read to copies of
-        the target's last layers, with the final norm behind them. The embedding is the target's own, frozen and not
-        stored.
+        With `starting_layers=target` it begins as the end of the target: `fc` passes on the highest layer read to
+        copies of the target's last layers, with the final norm behind them. The embedding is the target's own, frozen
+        and not stored.
         """
         drafter = cls(config, layer_config_for(config.intermediate_size, target), target)
         randomize(drafter)
