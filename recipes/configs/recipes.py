@@ -74,7 +74,8 @@ def domino() -> TrainConfig:
 def mtp() -> TrainConfig:
     """The target's own head for further tokens, trained to draft three; a new head where the target has none.
 
-    What it accepts before training is measured, too.
+    The rate is one for the target's own head: docs/mtp.md says what to give a new one. What it accepts before training
+    is measured, too.
     """
     config = _recipe(MtpConfig(), learning_rate=5e-5, steps=10000)
     config.evaluation.untrained = True
