@@ -17,6 +17,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, Shape, StaticTree, likeliest_tree
 
 LEAST_VISITS, MOST_VISITS = 2, 4
+TURNS = 3  # of each drafter, where several are measured to be compared
 TREE_SIZES, TREE_SIZES_BETWEEN = (4, 16, 64), (8, 32)  # nodes of trees to fit on, and to test the fit on
 USUAL_ACCURACIES = [[0.6, 0.15, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01]] * 8  # by depth and rank, for the shape of a tree
 
@@ -131,6 +132,31 @@ def measure_costs(
     `on_progress` gets the share that is done. Raises `UserError` where the target's context is too short, and for a
     drafter whose drafts have a shape of their own.
     """
+    check_measurable(target, drafter, reach)
+    times = time_rounds(target, drafter, reach, on_progress)
+    return costs_from(target, drafter, reach, name, times)
+
+
+def measure_costs_in_turns(target: Target, drafters: dict[str, Drafter], reach: CostRange) -> dict[str, Costs]:
+    """Return the costs of several drafters, which need not be trained, by the names given; see `measure_costs`.
+
+    Each is measured three times, in turns, and the median of its times counts: a machine that is slow for some seconds
+    then makes no drafter look slow beside the others.
+    """
+    turn = replace(reach, seconds=reach.seconds / TURNS)
+    times: dict[str, list[list[RoundTimes]]] = {name: [] for name in drafters}
+    for drafter in drafters.values():
+        check_measurable(target, drafter, reach)
+    for _ in range(TURNS):
+        for name, drafter in drafters.items():
+            times[name].append(time_rounds(target, drafter, turn))
+    return {
+        name: costs_from(target, drafter, reach, name, median_times(times[name])) for name, drafter in drafters.items()
+    }
+
+
+def check_measurable(target: Target, drafter: Drafter, reach: CostRange) -> None:
+    """Raise `UserError` where the costs of a drafter cannot be measured in a range."""
     if not isinstance(drafter.own_shape(1), Chain):
         raise UserError(
             f"{drafter.kind} drafts in a shape of its own, which the cost model does not know: measure it with "
@@ -142,9 +168,12 @@ def measure_costs(
             f"context {reach.context}: measuring needs {target.context - longest} tokens beyond it, and the target's "
             f"context is {target.context}: give at most {longest}"
         )
-    fitted, left_out = reach.settings(drafter)
-    times = time_rounds(target, drafter, fitted + left_out, reach.seconds, on_progress)
-    costs = fit_costs(times[: len(fitted)])
+
+
+def costs_from(target: Target, drafter: Drafter, reach: CostRange, name: str, times: list[RoundTimes]) -> Costs:
+    """Return the costs that fit the times of `time_rounds`, with the errors at the settings that were left out."""
+    num_fitted = len(reach.settings(drafter)[0])
+    costs = fit_costs(times[:num_fitted])
     return replace(
         costs,
         device=device_name(target),
@@ -152,8 +181,21 @@ def measure_costs(
         drafter=name or drafter.kind,
         drafter_kind=drafter.kind,
         drops_columns=target.device.type == "cpu",
-        held_out=speedup_errors(costs, times[len(fitted) :]),
+        held_out=speedup_errors(costs, times[num_fitted:]),
     )
+
+
+def median_times(measured: list[list[RoundTimes]]) -> list[RoundTimes]:
+    """Return the median times of each setting, of several measurements of the same settings in the same order."""
+    return [
+        replace(
+            rows[0],
+            draft_ms=statistics.median(row.draft_ms for row in rows),
+            verify_ms=statistics.median(row.verify_ms for row in rows),
+            round_ms=statistics.median(row.round_ms for row in rows),
+        )
+        for rows in zip(*measured, strict=True)
+    ]
 
 
 def longest_context(target: Target, draft_length: int, tree_nodes: int = 0) -> int:
@@ -167,14 +209,14 @@ def longest_context(target: Target, draft_length: int, tree_nodes: int = 0) -> i
 def time_rounds(
     target: Target,
     drafter: Drafter,
-    settings: list[RoundSetting],
-    seconds: float,
+    reach: CostRange,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> list[RoundTimes]:
-    """Time rounds of each setting for about so many seconds in all, the settings in turns, some rounds a visit.
+    """Time rounds of all settings of a range, those to fit on first; the settings take turns, some rounds a visit.
 
     A machine that gets slower or faster meanwhile then does so for all.
     """
+    settings = [setting for part in reach.settings(drafter) for setting in part]
     groups: dict[tuple[int, int], list[int]] = {}  # settings, by their place, of each batch size and context
     for place, setting in enumerate(settings):
         groups.setdefault((setting.batch, setting.context), []).append(place)
@@ -188,7 +230,7 @@ def time_rounds(
             for place in places:
                 for _ in range(settings[place].visit.rounds):
                     timed[place].step()
-        done = max(visit / MOST_VISITS, (time.perf_counter() - begin) / seconds)
+        done = max(visit / MOST_VISITS, (time.perf_counter() - begin) / reach.seconds)
         on_progress(min(1.0, done))
         if done >= 1 and visit >= LEAST_VISITS:
             break

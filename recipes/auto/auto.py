@@ -20,14 +20,13 @@ from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs
+from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs_in_turns
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import write_json
-from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.auto.budget import in_words, make_plan, plan_lines, recipe_of_auto
@@ -56,7 +55,7 @@ from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig, train
 
 COST_SHARE = 0.005  # of the budget, for the costs of one drafter
-COST_SECONDS = (10.0, 60.0)  # they take at least, and at most
+COST_SECONDS = (6.0, 60.0)  # they take at least, and at most
 MOST_REPEATS = 25
 
 
@@ -121,9 +120,10 @@ class Auto:
         training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {in_words(settings.budget)} allow on this machine ...")
         plan = make_plan(target, training, drafters, settings.budget, self.answers)
+        rivals = {} if self.engine else {name: load_drafter(name, target) for name in LOOKUPS}
+        costs = self.costs({**drafters, **rivals}, plan.num_threads)
         needed = {
-            kind: needed_rate(self.costs(kind, drafter, plan.num_threads), longest_draft(drafter), self.load)
-            for kind, drafter in drafters.items()
+            kind: needed_rate(costs[kind], longest_draft(drafter), self.load) for kind, drafter in drafters.items()
         }
         over = NONE_CAN_PAY if all(rate is None for rate in needed.values()) else None
         return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], [], over=over))
@@ -176,7 +176,7 @@ class Auto:
         for name in LOOKUPS:
             try:
                 if self.engine:
-                    self.costs(name, load_drafter(name, self.target), None)
+                    self.costs({name: load_drafter(name, self.target)}, None)
                 found.append(name)
             except UserError as error:
                 notice(f"{name} is no rival: {error}")
@@ -277,25 +277,27 @@ class Auto:
         """Measure a drafter on the prompts of the race, and what it costs."""
         drafter, threads = load_drafter(drafter_name, self.target), self.state.plan.num_threads
         prompts = self.prompt_set(self.folder.prompts.racing)
-        costs = self.costs(name, drafter, threads)
+        costs = self.costs({name: drafter}, threads)[name]
         with cpu_threads(threads):
             score = measure_score(self.target, drafter, name, steps, prompts, self.measuring, costs, self.load)
         return score, costs
 
-    def costs(self, name: str, drafter: Drafter, num_threads: int | None) -> Costs:
-        """Return the costs of rounds with a kind, which are those of a new drafter, too; they are measured once."""
-        path, longest = self.folder.costs_file(name), longest_draft(drafter)
-        if path.is_file():
-            return read_typed(Costs, path)
+    def costs(self, drafters: dict[str, Drafter], num_threads: int | None) -> dict[str, Costs]:
+        """Return the costs of rounds with drafters, which are those of new ones, too; they are measured once.
+
+        Drafters that are measured together take turns, so that their costs can be compared.
+        """
+        new = {name: drafter for name, drafter in drafters.items() if not self.folder.costs_file(name).is_file()}
         if self.engine:
-            costs = self.engine.costs(name, drafter, longest)
+            found = {name: self.engine.costs(name, new[name], longest_draft(new[name])) for name in new}
         else:
-            context = min(self.load.context, longest_context(self.target, longest))
-            reach = CostRange(self.load.batch_size, context, longest, seconds=self.cost_seconds)
+            context = min(self.load.context, longest_context(self.target, LONGEST))
+            reach = CostRange(self.load.batch_size, context, LONGEST, seconds=self.cost_seconds)
             with cpu_threads(num_threads):
-                costs = measure_costs(self.target, drafter, reach, name)
-        write_json(path, to_json(costs))
-        return costs
+                found = measure_costs_in_turns(self.target, new, reach)
+        for name, costs in found.items():
+            write_json(self.folder.costs_file(name), to_json(costs))
+        return {name: self.folder.costs(name) for name in drafters}
 
     @property
     def cost_seconds(self) -> float:

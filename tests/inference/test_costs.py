@@ -15,6 +15,7 @@ from draftsmith.inference.decoding.decoder import check_sampling, resolve_settin
 from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.measuring.results import Phases
+from draftsmith.inference.planning import cost_measurement
 from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.inference.planning.cost_measurement import (
     DRAFT_VISIT,
@@ -24,6 +25,7 @@ from draftsmith.inference.planning.cost_measurement import (
     RoundSetting,
     TimedGeneration,
     measure_costs,
+    measure_costs_in_turns,
     start_generations,
 )
 from draftsmith.inference.planning.costs import (
@@ -313,6 +315,26 @@ def test_rounds_of_a_setting_follow_each_other(tiny_target: Target, monkeypatch:
     visits = [(one, len(list(rounds))) for one, rounds in itertools.groupby(order)]
     assert {rounds for _, rounds in visits} == {PLAIN_VISIT.rounds, DRAFT_VISIT.rounds}
     assert visits[: len(visits) // LEAST_VISITS] == visits[len(visits) // LEAST_VISITS :]  # and all take turns
+
+
+def test_a_slow_turn_makes_no_drafter_look_slow(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one of two drafters is measured the second time, everything takes three times as long."""
+    slowness = iter([1, 1, 3, 1, 1, 1])
+
+    def time_rounds(target: Target, drafter: Drafter, reach: CostRange) -> list[RoundTimes]:
+        slow = next(slowness)
+        rows = [analytic(setting) for part in reach.settings(drafter) for setting in part]
+        return [
+            replace(row, draft_ms=slow * row.draft_ms, verify_ms=slow * row.verify_ms, round_ms=slow * row.round_ms)
+            for row in rows
+        ]
+
+    monkeypatch.setattr(cost_measurement, "time_rounds", time_rounds)
+    drafters = {name: new_drafter("eagle3", tiny_target) for name in ("disturbed", "other")}
+    found = measure_costs_in_turns(tiny_target, drafters, CostRange(batch=4, context=16, draft_length=8))
+    assert {name: costs.drafter for name, costs in found.items()} == {name: name for name in drafters}
+    assert replace(found["disturbed"], drafter="other") == found["other"]
+    assert found["other"].fitted_on[0] == analytic(RoundSetting(0, 1, 2))
 
 
 def test_tree_costs_count_their_nodes() -> None:

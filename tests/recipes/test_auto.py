@@ -189,6 +189,13 @@ def costs_of(draft_ms: float) -> Costs:
     return Costs("cpu", "target", "name", "kind", {"step: pass": draft_ms}, {"pass": 10.0}, 0.0)
 
 
+def give_costs(monkeypatch: pytest.MonkeyPatch, draft_ms: float) -> None:
+    """Let all drafters of a search take so much for each token, without measuring them."""
+    monkeypatch.setattr(
+        auto, "measure_costs_in_turns", lambda _, drafters, __: dict.fromkeys(drafters, costs_of(draft_ms))
+    )
+
+
 def stats_of(*accepted: int) -> Stats:
     """Rounds of four drafted tokens, of which so many are accepted."""
     stats = Stats(4)
@@ -440,8 +447,8 @@ def test_a_search_killed_at_any_change_comes_to_the_same_decisions(
     own = budget.timed_samples
     monkeypatch.setattr(budget, "time_step", lambda *_: StepTime(0.05, 0.1))
     monkeypatch.setattr(budget, "timed_samples", lambda plain, prompts, answers: (own(plain, prompts, answers)[0], 0.5))
-    for module in (auto, tuning):
-        monkeypatch.setattr(module, "measure_costs", lambda *_: costs_of(0.1))
+    give_costs(monkeypatch, 0.1)
+    monkeypatch.setattr(tuning, "measure_costs", lambda *_: costs_of(0.1))
     monkeypatch.setattr(auto, "why_over", lambda *_: None)
     with recorded_changes(settings.out) as states:
         run(settings)
@@ -483,7 +490,7 @@ def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:
 
 def test_kinds_that_cannot_pay_do_not_train(settings: AutoSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting one token takes twice a plain step: lookups alone are measured."""
-    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(20.0))
+    give_costs(monkeypatch, 20.0)
     text = " ".join(run(settings).split())
     assert "medusa none is enough, it does not race" in text
     assert "no kind can pay at this load" in (settings.out / "auto.html").read_text()
@@ -496,7 +503,7 @@ def test_what_is_measured_at_the_end_is_measured_at_smaller_batches_too(
 ) -> None:
     """For the schedule; and a cascade of the winner, which no engine serves, is among it where none is named."""
     monkeypatch.setattr(auto, "why_over", lambda *_: None)
-    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
+    give_costs(monkeypatch, 0.1)
     run(replace(settings, batch_size=3, drafters="medusa"))
     found = {path.parent.name: read_evaluation(path) for path in settings.out.glob("comparison/*/evaluation.json")}
     assert len(found) == 4
@@ -510,7 +517,7 @@ def test_other_drafts_of_the_winner_are_measured_where_they_are_predicted_to_pay
 ) -> None:
     """Trees cost little and are accepted more: one is measured at the load alone, and is not among what engines get."""
     monkeypatch.setattr(auto, "why_over", lambda *_: None)
-    monkeypatch.setattr(auto, "measure_costs", lambda *_: costs_of(0.1))
+    give_costs(monkeypatch, 0.1)
     monkeypatch.setattr(tuning, "measure_costs", lambda *_: costs_of(0.1))
     run(replace(settings, batch_size=2, drafters="medusa"))
     state = read_sealed(AutoState, settings.out / "auto.json", "")
