@@ -31,6 +31,7 @@ from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
+from draftsmith.recipes.auto.budget import PROBE_SHARE
 from draftsmith.recipes.auto.race import Contender, growth_to_come
 from draftsmith.recipes.auto.score import grown
 from draftsmith.recipes.auto.service_level import fastest_first
@@ -74,7 +75,7 @@ def train_alone(settings: AutoSettings, kind: str) -> None:
     """Train one kind with all of the time that the search had for training, on the answers of the search."""
     search = Auto(settings, Console(quiet=True))
     plan = search.state.plan
-    seconds = plan.num_rungs * plan.rung_seconds + plan.final_seconds
+    seconds = (PROBE_SHARE + plan.num_rungs) * plan.rung_seconds + plan.final_seconds
     config = search.config(kind, int(seconds / plan.step_seconds[kind]))
     config.run.dir = str(settings.out.with_name(kind))
     train(config)
@@ -107,10 +108,7 @@ def measured(search: Auto, names: list[str], folder: str) -> list[Evaluation]:
 def chosen_by(settings: AutoSettings) -> str:
     """Return what the search found to be fastest where it measured."""
     search = Auto(settings, Console(quiet=True))
-    own = [
-        read_evaluation(path)
-        for path in evaluation_paths(settings.out / "comparison", search.folder.drafters_of(search.state.finalists))
-    ]
+    own = [read_evaluation(path) for path in search.folder.evaluations(search.state.finalists)]
     return fastest_first(own)[0].drafter
 
 

@@ -43,6 +43,7 @@ from draftsmith.models.target.target import spread_layer_ids
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
 from draftsmith.train import train
+from draftsmith.train.run_folder.checkpoint import checkpoints
 
 Side = Literal["ours", "theirs"]
 NUM_PROMPTS, NUM_HELD_OUT, MAX_NEW_TOKENS = 3000, 157, 96
@@ -88,6 +89,7 @@ def write_inputs(folder: Path, target: Target) -> None:
     prepare(target, str(folder / "prompts.jsonl"), folder / "samples", settings)
     if not their_data(folder).is_dir():
         write_their_inputs(folder, target)
+    if not checkpoints(folder / "stored_by"):
         train_ours(folder, PeerRun("ours", 1, 0), folder / "stored_by")  # a run stores features before its first step
 
 
@@ -180,8 +182,8 @@ def seconds_a_step(args: argparse.Namespace, side: Side) -> float:
 
 def drafter_in(out: Path) -> Path:
     """Return the last checkpoint of a run of either side."""
-    ours = list((out / "checkpoints").glob("step-*"))
-    return ours[0] if ours else max((path for path in out.iterdir() if path.name.isdigit()), key=lambda p: int(p.name))
+    ours = checkpoints(out)
+    return ours[-1] if ours else max((path for path in out.iterdir() if path.name.isdigit()), key=lambda p: int(p.name))
 
 
 def result_of(args: argparse.Namespace, side: Side, minutes: float, seed: int) -> PeerResult:

@@ -40,7 +40,7 @@ from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing.champions import Champions
 from draftsmith.recipes.refreshing.refresh import DRAFT_LENGTH, one_round
 from draftsmith.recipes.refreshing.state import read_state
-from draftsmith.recipes.refreshing.training import TrainingPlan, training_config
+from draftsmith.recipes.refreshing.training import RoundPlan, training_config
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
@@ -135,7 +135,7 @@ class Simulation:
 
     def naive(self, before: Path, log: Path, number: int) -> Path:
         """Return a drafter trained on from the one before, on the newest log alone."""
-        plan = TrainingPlan(KIND, self.num_prompts, 0, self.steps, NEW_TOKENS)
+        plan = RoundPlan(KIND, self.num_prompts, 0, self.steps, NEW_TOKENS)
         config = training_config(plan, self.target, before, self.folder / "naive" / str(number), "cpu")
         config.data.held_out_prompts, config.evaluation.patience = 0, None
         return self.trained(config, log)

@@ -8,7 +8,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.estimates import H100, RunEstimate, estimate
 
-KINDS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
+KINDS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp", "new_mtp")
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from draftsmith.train.process.faults import NonFiniteSteps, in_one_line
 from draftsmith.train.process.profiling import profiled
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages, watched
-from draftsmith.train.run_folder.checkpoint import Progress, checkpoint_name, checkpoints, resume
+from draftsmith.train.run_folder.checkpoint import Progress, checkpoint_name, checkpoint_step, checkpoints, resume
 from draftsmith.train.run_folder.checkpoint_writer import CheckpointWriter
 from draftsmith.train.run_folder.learning_curve import learning_curve, log_forecast, log_point, newest_forecast
 from draftsmith.train.run_folder.run_folder import open_run, tidy
@@ -243,11 +243,11 @@ class TrainingRun:
 
     def measure_before_steps(self) -> str | None:
         """Measure the untrained drafter, or what an earlier run left unmeasured; return why to stop at once, if so."""
-        if not self.evaluator:
-            return None
-        if checkpoints(self.folder):
+        if not (saved := checkpoints(self.folder)):
+            return self.save_and_measure(0) if self.evaluator and self.measures_untrained else None
+        if self.evaluator:
             return self.evaluator.newest(self.earlier_seconds)
-        return self.save_and_measure(0) if self.measures_untrained else None
+        return self.judge_by_curve(checkpoint_step(saved[-1]))
 
     @property
     def measures_untrained(self) -> bool:

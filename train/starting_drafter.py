@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftsmith.data.progress import notice
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, build_drafter, read_checkpoint
-from draftsmith.models.drafter_configs import DrafterConfig, LayersLikeTarget, ReducedVocabulary
+from draftsmith.models.drafter_configs import DrafterConfig, LayersLikeTarget, MtpConfig, ReducedVocabulary
 from draftsmith.models.drafter_parts.checkpoint_interface import OWN_EMBEDDING
 from draftsmith.models.drafter_parts.target_layers import why_not_copied
 from draftsmith.models.drafter_parts.vocabulary import ranking, too_large, with_size
@@ -62,7 +62,11 @@ def starting_drafter(config: TrainConfig, target: Target, counts: Tensor) -> Dra
         drafter_config = with_size(drafter_config, counts, target.eos_token_ids)
     drafter = DRAFTERS[drafter_config.kind].from_target(drafter_config, target)
     drafter.fit_vocabulary(ranking(counts, target.eos_token_ids))
-    if (note := drafter.starting_note(counts)) and PartialState().is_main_process:
+    note = drafter.starting_note(counts)
+    is_open = isinstance(drafter_config, MtpConfig) and drafter_config.starting_layers is None
+    if is_open and not drafter.comes_with_target:
+        note = f"{target.name} has no head for further tokens, so a new one is trained: new_mtp is the recipe for one"
+    if note and PartialState().is_main_process:
         notice(note)
     return drafter
 

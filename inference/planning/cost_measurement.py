@@ -149,7 +149,7 @@ def measure_costs_in_turns(target: Target, drafters: dict[str, Drafter], reach: 
         check_measurable(target, drafter, reach)
     for _ in range(TURNS):
         for name, drafter in drafters.items():
-            times[name].append(time_rounds(target, drafter, turn))
+            times[name].append(time_rounds(target, drafter, turn, least_visits=1))
     return {
         name: costs_from(target, drafter, reach, name, median_times(times[name])) for name, drafter in drafters.items()
     }
@@ -211,10 +211,12 @@ def time_rounds(
     drafter: Drafter,
     reach: CostRange,
     on_progress: Callable[[float], None] = lambda share: None,
+    least_visits: int = LEAST_VISITS,
 ) -> list[RoundTimes]:
     """Time rounds of all settings of a range, those to fit on first; the settings take turns, some rounds a visit.
 
-    A machine that gets slower or faster meanwhile then does so for all.
+    A machine that gets slower or faster meanwhile then does so for all. Each setting is visited `least_visits` times,
+    though that takes longer than `reach.seconds`.
     """
     settings = [setting for part in reach.settings(drafter) for setting in part]
     groups: dict[tuple[int, int], list[int]] = {}  # settings, by their place, of each batch size and context
@@ -232,7 +234,7 @@ def time_rounds(
                     timed[place].step()
         done = max(visit / MOST_VISITS, (time.perf_counter() - begin) / reach.seconds)
         on_progress(min(1.0, done))
-        if done >= 1 and visit >= LEAST_VISITS:
+        if done >= 1 and visit >= least_visits:
             break
     return [timed[place].times() for place in range(len(settings))]
 

@@ -20,7 +20,12 @@ from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.planning.cost_measurement import CostRange, longest_context, measure_costs_in_turns
+from draftsmith.inference.planning.cost_measurement import (
+    CostRange,
+    longest_context,
+    measure_costs_in_turns,
+    powers_of_2,
+)
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
@@ -40,6 +45,7 @@ from draftsmith.recipes.auto.score import (
     Score,
     ServingLoad,
     best_length,
+    longest_draft,
     measure_score,
     needed_rate,
     plain_speedup,
@@ -185,7 +191,7 @@ class Auto:
     @property
     def plain_speedup(self) -> float:
         """The speedup that plain decoding is predicted to have: 0 where it breaks the SLA."""
-        return plain_speedup(self.folder.costs(LOOKUPS[0]), self.load)
+        return plain_speedup(self.folder.costs(next(iter(self.state.needed_rates))), self.load)
 
     def finish(self) -> None:
         """Give the winner the training that is left, and measure it beside the lookups on prompts that nothing saw."""
@@ -233,7 +239,7 @@ class Auto:
         The winner's other drafts are measured at the load alone.
         """
         grid = []
-        for size in batch_sizes(self.load.batch_size):
+        for size in powers_of_2(self.load.batch_size):
             load = replace(self.load, batch_size=size)
             best = {best_length(score, self.folder.costs(score.name), load) for score in self.state.finalists}
             lengths = sorted(max(1, length) for length in best)
@@ -283,7 +289,7 @@ class Auto:
         return score, costs
 
     def costs(self, drafters: dict[str, Drafter], num_threads: int | None) -> dict[str, Costs]:
-        """Return the costs of rounds with drafters, which are those of new ones, too; they are measured once.
+        """Return what rounds with each drafter cost. Training does not change that, so it is measured once.
 
         Drafters that are measured together take turns, so that their costs can be compared.
         """
@@ -338,16 +344,6 @@ class Auto:
 def wait_for_first() -> None:
     """Wait until the first process has come here, too."""
     decided_by_first(lambda: None)
-
-
-def longest_draft(drafter: Drafter) -> int:
-    """Return the most tokens in a row that a drafter is considered with."""
-    return min(LONGEST, drafter.max_draft_length or LONGEST)
-
-
-def batch_sizes(largest: int) -> list[int]:
-    """Return the powers of two below a batch size, and that."""
-    return [*(2**n for n in range(largest.bit_length()) if 2**n < largest), largest]
 
 
 def asked(settings: AutoSettings) -> str:

@@ -1,6 +1,5 @@
 """The amounts that the time of `draftsmith auto` allows: answers to train on, and training in each rung of the race."""
 
-import math
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -73,7 +72,10 @@ class AutoPlan:
         return num_rungs(len(self.step_seconds))
 
     def steps_in_rung(self, kind: str, num_alive: int, before: int) -> int:
-        """Return the steps of a kind at the end of a rung that so many share, in place of those that it had before."""
+        """Return the steps that a kind has taken in all at the end of a rung, which so many kinds share.
+
+        `before` are those that it had taken when the rung began.
+        """
         return self._steps(kind, self.rung_seconds / num_alive, before)
 
     def steps_of_probe(self, kind: str, num_alive: int) -> int:
@@ -91,8 +93,8 @@ class AutoPlan:
 
 
 def num_rungs(num_kinds: int) -> int:
-    """Return after how many halvings one kind is left; one kind alone has a rung, too."""
-    return max(1, math.ceil(math.log2(num_kinds)))
+    """Return after how many halvings, rounded down, one kind is left; one kind alone has a rung, too."""
+    return max(1, num_kinds.bit_length() - 1)
 
 
 def recipe_of_auto(kind: str, small: bool) -> TrainConfig:

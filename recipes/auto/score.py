@@ -14,11 +14,11 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import expit, logit
 
-from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning.best_draft import Rates, acceptance_length, equal_rates, rates_of_rounds
 from draftsmith.inference.planning.costs import Costs, DraftChances
+from draftsmith.inference.planning.tuning import decode
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, Target
 
@@ -35,7 +35,7 @@ class Score:
     Under an SLA it is the goodput, over the throughput of plain decoding.
     """
 
-    name: str  # a kind that was trained, or a lookup
+    name: str  # a kind that was trained, a lookup, or a lookup before a kind: `ngram+hydra`
     steps: int  # trained for; 0 of a lookup
     rates: list[float | None]  # conditional acceptance rates of rounds, by depth
     chances: DraftChances  # of the lengths of drafts
@@ -77,11 +77,8 @@ def measure_score(
     load: ServingLoad,
 ) -> Score:
     """Decode the prompts once, untimed, and return what the drafter is predicted to bring at its best draft length."""
-    drafter.forget()
-    longest = min(LONGEST, drafter.max_draft_length or LONGEST)
-    settings = replace(settings, draft=longest)
-    decoder = SpeculativeDecoder(target, drafter)
-    requests = decoder.decode(prompts.token_ids, settings.resolve(drafter), batch_size=8).stats.requests
+    settings = replace(settings, draft=longest_draft(drafter))
+    requests = decode(target, drafter, prompts, settings).stats.requests
     total = reduce(add, requests)
     best = best_draft_of(requests, costs, load)
     generator = np.random.default_rng(0)
@@ -105,6 +102,11 @@ def measure_score(
         by_prompt if asks else [],
         share_within_sla(by_prompt, chances, best, costs, load) if asks else None,
     )
+
+
+def longest_draft(drafter: Drafter) -> int:
+    """Return the most tokens in a row that a drafter is considered with."""
+    return min(LONGEST, drafter.max_draft_length or LONGEST)
 
 
 def rates_of(stats: Stats) -> list[float | None]:
@@ -181,8 +183,8 @@ def speedup_at(score: Score, draft_length: int, costs: Costs, load: ServingLoad)
 
 
 def grown(rates: Rates, growth: float) -> list[float | None]:
-    """Return acceptance rates whose log-odds grew by so much."""
-    return [None if rate is None else float(expit(logit(np.clip(rate, NEVER, ALWAYS)) + growth)) for rate in rates]
+    """Return acceptance rates whose log-odds grew by so much; depths that no draft came to had hardly any."""
+    return [float(expit(logit(np.clip(rate or 0.0, NEVER, ALWAYS)) + growth)) for rate in rates]
 
 
 def growth_per_doubling(before: Score, after: Score) -> float:

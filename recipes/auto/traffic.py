@@ -140,11 +140,10 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
     where too few are left.
     """
     logged = read_log(Path(source)) if is_log(source) else []
-    if logged:
-        parts = parts_of_log(deduplicate(logged_prompts(logged, source)))
-    else:
-        parts = parts_by_hash(read_unique(source, False, BadRows(0.0)))
-    num_masked = sum(mask(prompt) != prompt for part in parts for prompt in part)
+    found = deduplicate(logged_prompts(logged, source)) if logged else read_unique(source, False, BadRows(0.0))
+    prompts = found if keeps_personal else list(map(mask, found))
+    num_masked = sum(before != after for before, after in zip(found, prompts, strict=True))
+    parts = (parts_of_log if logged else parts_by_hash)(deduplicate(prompts))
     kept: list[list[Prompt]] = []
     lengths: list[int] = []
     unfit: list[str] = []
@@ -155,7 +154,7 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
         unfit += reasons
         num_too_long += len(encoded) - len(fitting)
         lengths += [len(ids) for _, ids in fitting]
-        kept.append([prompt if keeps_personal else mask(prompt) for prompt, _ in fitting])
+        kept.append([prompt for prompt, _ in fitting])
     training = kept[0]
     racing, test = (sorted(part, key=prompt_hash)[:MOST] for part in kept[1:])
     everything = [prompt for part in kept for prompt in part]
@@ -166,11 +165,11 @@ def divide(source: str, target: Target, longest: int, keeps_personal: bool, divi
             f"--traffic {source}: {len(everything)} different prompts{beside} are too few to hold {2 * FEWEST} out: "
             f"give about {round(2 * FEWEST / HELD_OUT_SHARE)} or more"
         )
-    for path, prompts in ((divided.training, training), (divided.racing, racing), (divided.test, test)):
-        write_prompts(path, prompts)
+    for path, part in ((divided.training, training), (divided.racing, racing), (divided.test, test)):
+        write_prompts(path, part)
     return TrafficSummary(
         num_prompts=len(everything),
-        num_masked=0 if keeps_personal else num_masked,
+        num_masked=num_masked,
         num_too_long=num_too_long,
         num_training=len(training),
         num_racing=len(racing),
@@ -292,19 +291,16 @@ def encode(prompt: Prompt, target: Target) -> list[int]:
 
 def mask(prompt: Prompt) -> Prompt:
     """Return a prompt with personal data masked in its text or in its messages."""
-    if prompt.messages is None:
-        return replace(prompt, text=masked_text(str(prompt.text)))
-    messages = [{**message, "content": masked_content(message["content"])} for message in prompt.messages]
-    return replace(prompt, messages=messages)
+    return replace(prompt, text=masked(prompt.text), messages=masked(prompt.messages))
 
 
-def masked_content(content: Any) -> Any:
-    """Return the content of a message, a text or parts of which some are texts, with personal data masked."""
-    if isinstance(content, str):
-        return masked_text(content)
-    if not isinstance(content, list):
-        return content
-    return [{**part, "text": masked_text(part["text"])} if "text" in part else part for part in content]
+def masked(value: Any) -> Any:
+    """Return a value of JSON with personal data masked in all of its texts, such as arguments of tool calls."""
+    if isinstance(value, str):
+        return masked_text(value)
+    if isinstance(value, list):
+        return [masked(part) for part in value]
+    return {key: masked(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def masked_text(text: str) -> str:

@@ -325,9 +325,9 @@ class TrainSettings(Settings):
     """Train a drafter by a recipe; the same command resumes an interrupted run.
 
     recipes:
-      eagle, eagle3, p_eagle, dflash, dflash2, dspark, domino, mtp, medusa, medusa_2,
+      eagle, eagle3, p_eagle, dflash, dflash2, dspark, domino, mtp, new_mtp, medusa, medusa_2,
       hydra, mlp_speculator, draft_model;
-      quickstart_ before any of them but medusa_2: for the target that draftsmith ships;
+      quickstart_ before any of them but new_mtp and medusa_2: for the target that draftsmith ships;
       those for public targets: docs/recipes.md
 
     the keys that are set most often; all, with their values, are in the config.yaml of any run:

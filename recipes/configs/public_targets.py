@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 EPOCHS = 3
 SIZES = {"smoke": (2_000, 1), "usable": (70_000, EPOCHS), "production": (530_000, EPOCHS)}  # samples, epochs
 MICRO_BATCH = 8192  # tokens: what a device computes at a time, in gigabytes still, not tens of them
-# The types below whose heads for further tokens (MTP) models/mtp_heads/mtp_layouts.py knows.
-WITH_MTP = ("llama", "qwen3", "qwen3_5_text", "qwen3_5_moe_text")
+# The types below whose heads for further tokens (MTP) models/mtp_heads/mtp_layouts.py knows, by the recipe for them:
+# targets that bring a head along, and others.
+TYPES_WITH_MTP = {"mtp": ("qwen3_5_text", "qwen3_5_moe_text"), "new_mtp": ("llama", "qwen3")}
 TOKENS_PER_SAMPLE = 800  # of a conversation of the ShareGPT kind, prompt and answer
 
 
@@ -279,12 +280,12 @@ def for_target(general: Callable[[], TrainConfig], target: str, size: str) -> Tr
 def target_recipes(*generals: Callable[[], TrainConfig]) -> dict[str, Callable[[], TrainConfig]]:
     """Return recipes for the public targets by name, KIND_TARGET_SIZE, made of general ones, named by their kind.
 
-    A new head for further tokens (MTP) needs a target of a type that engines know such heads of.
+    For a head for further tokens (MTP) the target has to be of a type whose heads are known.
     """
     return {
         f"{general.__name__}_{name}_{size}": partial(for_target, general, name, size)
         for general in generals
         for name, public in PUBLIC_TARGETS.items()
-        if general.__name__ != "mtp" or public.model_type in WITH_MTP
+        if public.model_type in TYPES_WITH_MTP.get(general.__name__, [public.model_type])
         for size in SIZES
     }

@@ -28,7 +28,7 @@ from draftsmith.models.storage.typed_json import from_json
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import TrainConfig
 from draftsmith.train.optimizer import optimizer_of, set_learning_rate
-from draftsmith.train.starting_drafter import fit_starting_layers
+from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabulary_size
 
 # Shares of the time; the rest is for loading, the report, and estimates that were too low.
 PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.22, 0.40, 0.03, 0.18
@@ -148,6 +148,7 @@ def fastest_num_threads(plain: SpeculativeDecoder, prompts: list[Prompt]) -> tup
 
 def new_drafter(recipe: TrainConfig, target: Target) -> Drafter:
     """Return a drafter as a recipe begins it."""
+    fit_vocabulary_size(recipe, target.vocab_size)
     fit_starting_layers(recipe, target)
     return DRAFTERS[recipe.drafter.kind].from_target(recipe.drafter, target).to(target.device)
 
@@ -191,8 +192,8 @@ def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: li
     """Return the time of a step of a recipe's new drafter on samples, after one batch to warm up."""
     optimizer = optimizer_of(drafter, config.optimizer)
     set_learning_rate(optimizer, 0.0)  # weights stay as they are
-    tokens = config.data.batch_size * target.context
-    batches = BatchPlan(Samples.of(samples), config.data.batch_size, target.context, tokens, seed=0)
+    size = min(config.data.batch_size, len(samples))
+    batches = BatchPlan(Samples.of(samples), size, target.context, size * target.context, seed=0)
     times = []
     for step in range(1 + batches.steps_per_epoch):
         batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)

@@ -47,14 +47,23 @@ class Champions:
             save_drafter(drafter, self.path(0))
         self._serve(0)
 
-    def promote(self, number: int, checkpoint: Path, before: int) -> None:
-        """Let a checkpoint serve in place of an earlier champion. Done again after a kill, it comes to the same end."""
+    def promote(self, number: int, checkpoint: Path, before: int) -> bool:
+        """Let a checkpoint serve in place of an earlier champion. Done again after a kill, it comes to the same end.
+
+        Return False, and change nothing, where champions were rolled back meanwhile, as the copy of a large checkpoint
+        leaves time for.
+        """
+        if self.was_rolled_back(number):
+            return False
         copy_checkpoint(checkpoint, self.path(number))
+        if self.serving not in (before, number):
+            return False
         # Those between the two were rolled back from.
         kept = [champion for champion in self.numbers() if not before < champion < number]
         keep_only(self.folder, kept)
         self._serve(number)
         keep_only(self.folder, kept[-KEPT:])
+        return True
 
     def roll_back(self) -> int:
         """Let the champion before the one that serves serve again, and return its number. Raises `UserError`."""

@@ -162,9 +162,9 @@ class Refresh:
 
     @property
     def target_is_new(self) -> bool:
-        """Whether the rounds before this one looked at another target alone."""
+        """Whether the last round before this one that looked at its traffic had another target."""
         seen = [round.fingerprint for round in self.state.rounds if round.look]
-        return bool(seen) and self.fingerprint not in seen
+        return bool(seen) and self.fingerprint != seen[-1]
 
     def first_champion(self) -> Drafter:
         """Return the drafter that was given. Raises `UserError` where it cannot be trained on."""
@@ -330,16 +330,14 @@ class Refresh:
         if judgement is None:
             self.close(f"nothing to do: {look.reason}", look.acceptance)
             return
-        reason = judgement.reason_against
-        changed = self.champions.serving not in (self.round.champion, self.round.number)
-        if reason is None and (changed or self.champions.was_rolled_back(self.round.number)):
-            reason = "it was rolled back meanwhile"
+        reason, number = judgement.reason_against, self.round.number
         if judgement.is_undecided:
-            copy_checkpoint(self.challenger(), self.out / CHALLENGERS / str(self.round.number))
+            copy_checkpoint(self.challenger(), self.out / CHALLENGERS / str(number))
+        if reason is None and not self.champions.promote(number, self.challenger(), self.round.champion):
+            reason = "it was rolled back meanwhile"
         if reason is not None:
             self.close(f"not promoted: {reason}", judgement.new.champion)
             return
-        self.champions.promote(self.round.number, self.challenger(), self.round.champion)
         self.close(f"promoted: champion {self.round.number} serves", judgement.new.challenger, promoted=True)
         swap_into_server(self.settings, self.champions)
 

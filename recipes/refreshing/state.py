@@ -11,7 +11,7 @@ from draftsmith.recipes.refreshing.champions import LINK
 from draftsmith.recipes.refreshing.judgement import Judgement
 from draftsmith.recipes.refreshing.traffic import Taken, TrafficCounts
 from draftsmith.recipes.refreshing.traffic_shift import Look
-from draftsmith.recipes.refreshing.training import TrainingPlan
+from draftsmith.recipes.refreshing.training import RoundPlan
 
 STATE = "state.json"
 MOST_ROUNDS = 100  # that are remembered
@@ -29,7 +29,7 @@ class Round:
     prompts: int | None  # number of the round whose prompts are its newest ones; None: they were refused
     traffic: TrafficCounts
     look: Look | None = None
-    plan: TrainingPlan | None = None
+    plan: RoundPlan | None = None
     judgement: Judgement | None = None
     outcome: str | None = None  # in words; None: it is not over
     acceptance: float | None = None  # of the champion that serves after it, on its newest held-out prompts

@@ -8,7 +8,7 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.samples.samples import HELD_OUT
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Drafter, Target, load_drafter
-from draftsmith.recipes.auto.budget import SMALL_TARGET, recipe_of_auto
+from draftsmith.recipes.auto.budget import recipe_of_auto, target_is_small
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.quickstart.budget import time_step, timed_samples
 from draftsmith.train import TrainConfig
@@ -24,7 +24,7 @@ FEWEST_HELD_OUT = 16  # prompts that tell so much; of fewer, all are trained on
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class RoundPlan:
     """The amounts of a round's training."""
 
     kind: str
@@ -49,7 +49,7 @@ class TrainingPlan:
 
 def recipe_of(kind: str, target: Target) -> TrainConfig:
     """Return the recipe by which a challenger trains on from the champion."""
-    config = recipe_of_auto(kind, target.hidden_size < SMALL_TARGET)
+    config = recipe_of_auto(kind, target_is_small(target))
     config.optimizer.decay = "cosine"
     config.optimizer.learning_rate *= RATE_SHARE
     return config
@@ -57,7 +57,7 @@ def recipe_of(kind: str, target: Target) -> TrainConfig:
 
 def make_plan(
     target: Target, champion: Drafter, new: list[Prompt], old: list[Prompt], settings: RefreshSettings
-) -> TrainingPlan:
+) -> RoundPlan:
     """Return what the budget allows: a batch of answers and a few steps are timed, unless the steps are given.
 
     `new` and `old` are all prompts that may be trained on. Where there are few new ones, older ones take their time.
@@ -76,12 +76,10 @@ def make_plan(
     num_new = min(len(new), max(round(NEW_SHARE * num_answers), num_answers - len(old)))
     num_old = min(len(old), max(num_new, BATCH_SIZE), num_answers - num_new)
     most_steps = MOST_EPOCHS * (num_new + num_old) // config.data.batch_size
-    return TrainingPlan(champion.kind, num_new, num_old, max(1, min(num_steps, most_steps)), settings.max_new_tokens)
+    return RoundPlan(champion.kind, num_new, num_old, max(1, min(num_steps, most_steps)), settings.max_new_tokens)
 
 
-def training_config(
-    plan: TrainingPlan, target: Target, champion: Path, folder: Path, device: str | None
-) -> TrainConfig:
+def training_config(plan: RoundPlan, target: Target, champion: Path, folder: Path, device: str | None) -> TrainConfig:
     """Return the config of a challenger's run in the folder of its round."""
     config = recipe_of(plan.kind, target)
     config.target, config.init_from = target.name, str(champion)

@@ -18,7 +18,7 @@ from draftsmith.recipes.refreshing.page import refresh_page
 from draftsmith.recipes.refreshing.state import RefreshState, Round
 from draftsmith.recipes.refreshing.traffic import TrafficCounts
 from draftsmith.recipes.refreshing.traffic_shift import Look
-from draftsmith.recipes.refreshing.training import TrainingPlan
+from draftsmith.recipes.refreshing.training import RoundPlan
 from draftsmith.recipes.watching.page import Series, watch_page
 from draftsmith.recipes.watching.readings import Latency, Reading
 from draftsmith.train.engine.vllm_counters import Counters
@@ -88,7 +88,7 @@ def rounds() -> list[Round]:
         Look(2.0, 0.001, 0.2, 0.001, reason="acceptance fell from 2.40 to 2.00 on the newest prompts (p = 0.001)"),
     ]
     judgement = Judgement(comparison(2.0, 2.5), comparison(2.4, 2.38))
-    plan = TrainingPlan("eagle3", 240, 140, 400, 64)
+    plan = RoundPlan("eagle3", 240, 140, 400, 64)
     return [
         Round(1, NOON, TARGET, "f", 0, 1, counts, looks[0], outcome="not trained on"),
         Round(2, NOON + 1e5, TARGET, "f", 0, 2, counts, looks[1], plan, judgement, "challenger 2 serves", 2.5, True),

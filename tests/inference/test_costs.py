@@ -321,7 +321,7 @@ def test_a_slow_turn_makes_no_drafter_look_slow(tiny_target: Target, monkeypatch
     """While one of two drafters is measured the second time, everything takes three times as long."""
     slowness = iter([1, 1, 3, 1, 1, 1])
 
-    def time_rounds(target: Target, drafter: Drafter, reach: CostRange) -> list[RoundTimes]:
+    def time_rounds(target: Target, drafter: Drafter, reach: CostRange, least_visits: int) -> list[RoundTimes]:
         slow = next(slowness)
         rows = [analytic(setting) for part in reach.settings(drafter) for setting in part]
         return [

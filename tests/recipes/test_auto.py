@@ -87,6 +87,11 @@ def test_personal_data_is_masked(text: str, expected: str) -> None:
     assert masked_text(text) == expected
     chat = Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": text}]}])
     assert mask(chat).messages == [{"role": "user", "content": [{"type": "text", "text": expected}]}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "send", "arguments": {"to": text}}}]}
+    given = mask(Prompt(messages=[call])).messages
+    assert given == [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "send", "arguments": {"to": expected}}}]}
+    ]
 
 
 def write_traffic(folder: Path, number: int = 120) -> Path:
@@ -111,6 +116,18 @@ def test_the_traffic_is_divided_into_parts_that_share_nothing(tiny_target: Targe
     assert not any("@" in text for text in texts)
     again = divide(str(write_traffic(tmp_path)), tiny_target, 100, False, divided)
     assert again == traffic
+
+
+def test_prompts_that_are_alike_once_masked_are_one(tiny_target: Target, tmp_path: Path) -> None:
+    """What differs by an address alone could else be trained on and tested."""
+    rows = [{"prompt": f"write to smith{i}@forge.org"} for i in range(50)] + [
+        {"prompt": f"strike {i}"} for i in range(90)
+    ]
+    (tmp_path / "traffic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    traffic = divide(str(tmp_path / "traffic.jsonl"), tiny_target, 100, False, DividedPrompts(tmp_path / "masked"))
+    assert (traffic.num_prompts, traffic.num_masked) == (91, 50)
+    kept = divide(str(tmp_path / "traffic.jsonl"), tiny_target, 100, True, DividedPrompts(tmp_path / "kept"))
+    assert (kept.num_prompts, kept.num_masked) == (140, 0)
 
 
 def test_a_log_tells_temperature_and_rate(tiny_target: Target, tmp_path: Path) -> None:
@@ -261,6 +278,7 @@ def test_the_growth_of_a_run_is_told_by_two_scores() -> None:
     assert growth_per_doubling(before, after) == pytest.approx(0.2)
     nothing = replace(before, rates=[0.0, None])
     assert growth_per_doubling(nothing, replace(nothing, steps=800)) == pytest.approx(0.0, abs=1e-9)
+    assert growth_per_doubling(nothing, replace(before, rates=[0.9, 0.9], steps=200)) > 6  # from next to nothing
 
 
 def test_what_is_still_to_come_declines_with_each_doubling() -> None:
@@ -269,6 +287,16 @@ def test_what_is_still_to_come_declines_with_each_doubling() -> None:
     assert usual == pytest.approx(0.4 * (0.75 + 0.75**2 + 0.75**3))
     assert best == pytest.approx(0.4 * (0.9 + 0.9**2 + 0.9**3))
     assert growth_to_come(-0.1, 8) == (0.0, pytest.approx(0.3 * (0.9 + 0.9**2 + 0.9**3)))
+
+
+@pytest.mark.parametrize("num_kinds", range(1, 12))
+def test_as_many_rungs_are_planned_as_leave_one_kind(num_kinds: int) -> None:
+    contenders = [Contender(score_of(f"kind {number}", 0.5), 0.1, 1.0, 1.0) for number in range(num_kinds)]
+    for _ in range(budget.num_rungs(num_kinds)):
+        assert len(contenders) > 1 or num_kinds == 1  # nobody would be dropped
+        kept = decided(1, contenders, []).kept
+        contenders = [one for one in contenders if one.score.name in kept]
+    assert len(contenders) == 1
 
 
 def test_a_potential_is_what_grown_rates_would_bring() -> None:

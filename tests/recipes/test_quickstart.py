@@ -16,15 +16,17 @@ from rich.console import Console
 from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts, tokenise
+from draftsmith.data.samples.sample import Sample, Span
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
+from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
 from draftsmith.recipes.quickstart import quickstart
-from draftsmith.recipes.quickstart.budget import WEIGHTS, Budget, load_budget
+from draftsmith.recipes.quickstart.budget import WEIGHTS, Budget, load_budget, new_drafter, time_step
 from draftsmith.recipes.quickstart.quickstart import fastest_served, quickstart_config, ranked
 from draftsmith.train import TrainConfig
 from draftsmith.train.evaluation import evaluate
@@ -62,6 +64,15 @@ def test_n_grams_are_exported_where_they_are_fastest_and_pay(tmp_path: Path) -> 
     eagle3, ngram = measured(tmp_path, "eagle3", 1.1), measured(tmp_path, "ngram", 1.1)
     assert fastest_served([ngram, eagle3]) == ngram
     assert fastest_served([measured(tmp_path, "ngram", 0.9), eagle3]) == eagle3
+
+
+def test_a_step_is_timed_on_fewer_samples_than_it_takes(tiny_target: Target) -> None:
+    """The first prompts of a traffic may be fewer than a batch; and a new drafter fits the target's vocabulary."""
+    recipe = RECIPES["eagle3"]()
+    assert recipe.data.batch_size > 3
+    drafter = new_drafter(recipe, tiny_target)
+    samples = [Sample([5, 6, 7, 8], [Span(1, 4)]) for _ in range(3)]
+    assert time_step(recipe, drafter, tiny_target, samples).loss > 0
 
 
 def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing import refresh, traffic, traffic_shift, training
 from draftsmith.recipes.refreshing.champions import KEPT, Champions
+from draftsmith.recipes.refreshing.folders import copy_checkpoint
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
 from draftsmith.recipes.refreshing.state import Round, read_state
 from draftsmith.recipes.refreshing.traffic import bits_per_byte, clean, read_new
@@ -231,6 +232,23 @@ def test_champions_are_promoted_rolled_back_and_thinned_out(tiny_target: Target,
     assert champions.roll_back() == 2
 
 
+def test_a_rollback_while_a_champion_is_copied_holds(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, drafter, other = copy_checkpoint, untrained("medusa", tiny_target), Champions(tmp_path)
+    other.begin(drafter)
+    save_drafter(drafter, tmp_path / "run")
+    assert other.promote(1, tmp_path / "run", before=0)
+
+    def rolled_back(checkpoint: Path, out: Path) -> None:
+        own(checkpoint, out)
+        other.roll_back()
+
+    monkeypatch.setattr("draftsmith.recipes.refreshing.champions.copy_checkpoint", rolled_back)
+    assert not Champions(tmp_path).promote(2, tmp_path / "run", before=1)
+    assert other.serving == 0
+
+
 # --- the whole
 
 
@@ -423,7 +441,7 @@ def test_a_new_target_starts_from_the_old_drafter(
     always_better(monkeypatch)
     before = run(settings)
     assert before is not None
-    version2 = changed_target(tiny_target_dir, tmp_path / "v2")
+    first_version, version2 = refresh.load_target, changed_target(tiny_target_dir, tmp_path / "v2")
     monkeypatch.setattr(refresh, "load_target", lambda *_: version2)
     again = replace(settings, traffic=None, target=version2.name)
     newest = run(again)
@@ -438,6 +456,11 @@ def test_a_new_target_starts_from_the_old_drafter(
     assert Champions(settings.out).serving == newest.number
     with pytest.raises(UserError, match="--traffic: give new prompts"):
         run(again)
+    monkeypatch.setattr(refresh, "load_target", first_version)  # the new version was no good
+    back = run(replace(settings, traffic=None))
+    assert back is not None
+    assert back.look is not None
+    assert back.look.reason.startswith("the target is new")
 
 
 def test_a_new_target_is_trained_for_after_a_rollback_too(

@@ -9,7 +9,7 @@ from recipe_table import public_weights, table, table_of_kinds
 from draftsmith.models.drafter_configs import Eagle3Config, with_random_layers
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.mtp_heads.mtp_layouts import LAYOUTS
-from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, WITH_MTP
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS, SIZES, TYPES_WITH_MTP
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train.config import resolve
 from draftsmith.train.hardware.estimates import H100, estimate, meta_target
@@ -87,4 +87,5 @@ def test_the_documented_tables_are_what_the_formulae_give() -> None:
 
 
 def test_targets_get_new_heads_where_engines_know_them() -> None:
-    assert set(WITH_MTP) == {public.model_type for public in PUBLIC_TARGETS.values()} & LAYOUTS.keys()
+    types = [each for types in TYPES_WITH_MTP.values() for each in types]
+    assert sorted(types) == sorted({public.model_type for public in PUBLIC_TARGETS.values()} & LAYOUTS.keys())

@@ -27,11 +27,13 @@ from draftsmith.inference.measuring.results import (
 )
 from draftsmith.inference.measuring.sample_texts import sample_texts
 from draftsmith.inference.measuring.teacher_forcing import gap_warning
+from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
 from draftsmith.inference.planning.predictions import with_predictions
 from draftsmith.models import CHANGED_TARGET, Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.storage.files import write_json, write_whole
+from draftsmith.models.storage.reading import read_typed
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.train.config import EvaluationConfig, TrainConfig
 from draftsmith.train.engine.judging import EngineJudge
@@ -137,7 +139,7 @@ class Evaluator:
         """
         checkpoint, run = checkpoints(self.run)[-1], self.config.run
         if checkpoint_step(checkpoint) % run.checkpoint_every and checkpoint_step(checkpoint) != run.steps:
-            return None  # saved on a signal
+            return None  # saved on a signal, or where the late decay begins
         self.stages.enter("evaluation")
         if not is_measured(checkpoint, self.config.evaluation):
             self._measure(checkpoint, training_seconds)
@@ -248,7 +250,7 @@ class Evaluator:
                 texts = sample_texts(target, drafters[str(checkpoint)], str(checkpoint), prompts, grid)
                 write_json(checkpoint / "samples.json", to_json(texts), indent=1)
         return {
-            "evaluation.json" if name == str(checkpoint) else f"evaluation.{name}.json": Evaluation(
+            "evaluation.json" if name == str(checkpoint) else file_beside(name): Evaluation(
                 target=target.name, drafter=name, drafter_kind=drafter.kind, environment=env, results=rows[name]
             )
             for name, drafter in drafters.items()
@@ -291,19 +293,17 @@ class Evaluator:
     def _measure_costs(self, training_seconds: float) -> None:
         """Write the run's costs.json, of its best checkpoint, where the time that is left for evaluations is enough.
 
-        All its checkpoints draft with one architecture: what the costs predict is added to their evaluations. A signal
-        that comes meanwhile ends it: the run is over anyway.
+        All its checkpoints draft with one architecture, so costs are measured once, and what they predict is added to
+        the evaluations of all. A signal that comes meanwhile ends it: the run is over anyway.
         """
         config, path, best = self.config.evaluation, self.run / "costs.json", best_checkpoint(self.run)
-        if path.is_file():
-            return
         rows = read_evaluation(best / "evaluation.json").results
         seconds = seconds_left(config, evaluation_costs(self.run), training_seconds)
         try:
-            target = self._target_of(best)
+            target, costs = self._target_of(best), read_typed(Costs, path) if path.is_file() else None
             with cpu_threads(config.num_threads):
                 drafter = load_drafter(str(best), target)
-                costs = costs_beside(
+                costs = costs or costs_beside(
                     target, drafter, str(best), rows, self.prompts, seconds, lambda share: self._raise_if_stopped(best)
                 )
             if costs:

@@ -35,7 +35,13 @@ def subset(prompts: PromptSet, indices: list[int]) -> PromptSet:
     def taken(values: list[T]) -> list[T]:
         return [values[i] for i in indices] if values else []
 
-    return PromptSet(prompts.name, taken(prompts.token_ids), taken(prompts.domains), taken(prompts.tokenise_seconds))
+    return PromptSet(
+        prompts.name,
+        taken(prompts.token_ids),
+        taken(prompts.domains),
+        taken(prompts.tokenise_seconds),
+        taken(prompts.images),
+    )
 
 
 def pool(rows: list[Result], shares: list[list[int]]) -> Result:
