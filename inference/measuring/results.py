@@ -39,6 +39,11 @@ class Setting:
     schedule: Annotated[AnySchedule, PlainValidator(schedule_from_json)] | None = optional(compare=False)
     max_new_tokens: Natural
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether all drafts are chains of `draft_length` tokens: no trees, and none that a schedule shortens."""
+        return self.tree_nodes is None and self.schedule is None
+
     def differs_only_in(self, other: "Setting", *names: str) -> bool:
         """Return whether two settings are equal once these fields of them are."""
         return replace(self, **{name: getattr(other, name) for name in names}) == other

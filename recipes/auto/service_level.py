@@ -24,7 +24,7 @@ def at_batch_size(evaluations: list[Evaluation], batch_size: int) -> list[Evalua
 
 def chains_alone(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Return what was measured with chains of one length, which every engine that serves a drafter can draft."""
-    return with_rows(evaluations, lambda row: not row.setting.tree_nodes and not row.setting.schedule)
+    return with_rows(evaluations, lambda row: row.setting.is_chain)
 
 
 def with_rows(evaluations: list[Evaluation], is_wanted: Callable[[Result], bool]) -> list[Evaluation]:

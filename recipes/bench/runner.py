@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from draftsmith.data.http import Server, run_in_loop
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.bench.arrivals import Mix, PlannedRequest, planned_requests
+from draftsmith.recipes.bench.arrivals import CHARACTERS_A_TOKEN, Mix, PlannedRequest, planned_requests
 from draftsmith.recipes.bench.client import LARGEST_ANSWER, Reply, ask
 from draftsmith.recipes.bench.results import BenchLoad, BenchStage, Limits, stage_of
 from draftsmith.train.engine.vllm_counters import Counters, read_counters
@@ -99,7 +99,7 @@ class Bench:
         """
         runs: list[list[list[Reply]]] = [[] for _ in self.rivals]
         counted: list[Counters | None] = [None for _ in self.rivals]
-        characters = [self.warm_up(rival, load) for rival in self.rivals][0]
+        characters = [self.warm_up(rival) for rival in self.rivals][0]
         for number in range(self.num_runs):
             planned = planned_requests(self.mix, load, self.num_requests, self.seed + number, characters)
             places = list(range(len(self.rivals)))
@@ -119,7 +119,7 @@ class Bench:
                 raise UserError(f"{stage.server}: every request failed, the first with: {stage.failures[0]}")
         return stages
 
-    def warm_up(self, rival: Rival, load: BenchLoad) -> float:
+    def warm_up(self, rival: Rival) -> float:
         """Send a few requests that do not count, and return the mean number of characters of a prompt's token."""
         planned = planned_requests(self.mix, BenchLoad("concurrency", WARM_UP), WARM_UP, self.seed - 1 + (1 << 20))
         replies = send_all(rival, planned, BenchLoad("concurrency", WARM_UP))
@@ -127,11 +127,11 @@ class Bench:
         if not good:
             raise UserError(f"{rival.server.name}: every request failed, the first with: {replies[0].failure}")
         tokens = sum(reply.num_prompt_tokens for reply, _ in good)
-        return sum(request.request.num_characters for _, request in good) / tokens if tokens else 0.0
+        return sum(request.request.num_characters for _, request in good) / tokens if tokens else CHARACTERS_A_TOKEN
 
 
 def _sum(sum_so_far: Counters | None, before: Counters | None, after: Counters | None) -> Counters | None:
-    """Return what was counted in all runs; None once the server did not tell."""
+    """Return what was counted in those runs of which the server told; None where it told of none."""
     if before is None or after is None:
         return sum_so_far
     new = after - before

@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from draftsmith.models.storage.reading import parse_json, read_lines
 
 MONTH_AND_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")  # of vLLM, which writes no year
 DATE_AND_TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")  # of SGLang
-SOME_LEAP_YEAR = "2024-"
+YEARS = 9  # in a row, of which one at least has a 29 February
 TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""  # as Python shows a text
 CUT = re.compile(rf"(?:{TEXT}|\]) \.\.\. ")  # SGLang leaves out the middle of what is long
 
@@ -63,12 +63,13 @@ class LogContents:
     bodies: list[LoggedRequest]
     read: dict[str, LoggedRequest]  # by the request's own id
     asked: dict[str, Asked]  # by the request's id
+    written: datetime  # when the file was last written to
     num_cut: int = 0
 
 
 def read_log(path: Path) -> list[LoggedRequest]:
     """Return the requests of a server's log. Raises `UserError` where it holds none with their prompts."""
-    contents = LogContents([], {}, {})
+    contents = LogContents([], {}, {}, datetime.fromtimestamp(path.stat().st_mtime))
     for place, line in read_lines(path):
         _read_vllm(line, place, contents)
         _read_sglang(line, place, contents)
@@ -95,7 +96,7 @@ def with_parameters(request: LoggedRequest, asked: Asked) -> LoggedRequest:
 def _read_vllm(line: str, place: str, contents: LogContents) -> None:
     if not (at := MONTH_AND_TIME.search(line)):
         return
-    seconds = _seconds(SOME_LEAP_YEAR + at[1], place)
+    seconds = _seconds_without_year(at[1], contents.written, place)
     if match := VLLM_BODY.search(line):
         contents.bodies += _from_body(_json(match[1]), place, seconds)
     elif match := VLLM_READ.search(line) or VLLM_READ_OF_OLD.search(line):
@@ -192,6 +193,19 @@ def _json(text: str) -> Any:
         return parse_json(text, "a line of a log")
     except UserError:
         return None
+
+
+def _seconds_without_year(text: str, written: datetime, place: str) -> float:
+    """Return the time of a line as seconds, in the newest year in which it is not later than the file's own time."""
+    latest = written + timedelta(days=1)  # the server may count hours in another time zone
+    for year in range(latest.year, latest.year - YEARS, -1):
+        try:
+            at = datetime.fromisoformat(f"{year}-{text}")
+        except ValueError:
+            continue
+        if at <= latest:
+            return at.replace(tzinfo=timezone.utc).timestamp()
+    return _seconds(text, place)  # raises
 
 
 def _seconds(text: str, place: str) -> float:

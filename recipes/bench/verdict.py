@@ -13,6 +13,7 @@ from draftsmith.recipes.bench.results import CONFIDENCE, SLA_SHARE, BenchLoad, B
 
 CLOSE = 1.1  # the search ends when the lowest rate that fails is within this factor of the highest that holds
 MOST_STAGES = 16  # of a search
+ALONE = 0.05  # requests at a time, on the mean, below which one hardly ever meets another
 SUSTAINED = 0.8  # share of the rate of arrivals below which answers lag behind
 
 
@@ -80,11 +81,17 @@ def is_sustained(stage: BenchStage) -> bool:
     return stage.mean(lambda run: run.requests_per_second) >= SUSTAINED * stage.load.value
 
 
+def is_alone(stage: BenchStage) -> bool:
+    """Return whether requests hardly ever meet another one, so that a lower rate would change nothing."""
+    usual = stage.e2e_ms.p50
+    return usual is not None and stage.load.value * usual.value / 1000 < ALONE
+
+
 def search_rate(measure: Callable[[float], BenchStage], start: float) -> tuple[BenchStage | None, list[BenchStage]]:
     """Return the stage of the highest rate of requests at which the limits are kept, and all stages that were tried.
 
     Rates double from `start`, or halve, until one is kept and the next is not; then the gap is halved until it is
-    narrow. None where no rate was found that keeps them.
+    narrow. None where no rate was found that keeps them, as where requests that meet no other one break them.
     """
     tried: list[BenchStage] = []
 
@@ -99,6 +106,8 @@ def search_rate(measure: Callable[[float], BenchStage], start: float) -> tuple[B
         else:
             failed = rate
         if not kept:
+            if is_alone(tried[-1]):
+                break
             rate /= 2
         elif math.isinf(failed):
             if not is_sustained(tried[-1]):  # a server that lags behind ends with the requests, however late

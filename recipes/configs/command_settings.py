@@ -90,6 +90,11 @@ class Settings:
         """
         check_names(vars(self))
 
+    def refuse(self, names: tuple[str, ...], where: str) -> None:
+        """Refuse settings that were given other values than their defaults, and have no effect."""
+        if ignored := next((name for name in names if getattr(self, name) != getattr(type(self), name)), None):
+            raise UserError(f"--{ignored.replace('_', '-')} has no effect {where}: leave it out")
+
 
 def check_address(url: str, setting: str) -> None:
     """Refuse what is no address of a server. httpx is imported here: `--help` does not wait for it."""
@@ -314,11 +319,6 @@ class PlanSettings(OfTarget):
         gpu_named(self.gpu)
         check_names({"out": self.out} if public_target(self.target) else {"target": self.target, "out": self.out})
 
-    def refuse(self, names: tuple[str, ...], where: str) -> None:
-        """Refuse settings that were given and have no effect."""
-        if ignored := next((name for name in names if getattr(self, name)), None):
-            raise UserError(f"--{ignored.replace('_', '-')} has no effect {where}: leave it out")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
@@ -389,6 +389,12 @@ class ExportSettings(WithChats):
     push: Name | None = option(OUTPUT, "upload it to the Hub", None, "NAME")
     swappable: bool = option(OUTPUT, "add a script that serves it for evaluate --engine", False)
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        if not self.prompts:
+            measured = ("num_prompts", "batch_size", "temperature", "max_new_tokens", "repeats", "chat_template_kwargs")
+            self.refuse(measured, "without --prompts")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)

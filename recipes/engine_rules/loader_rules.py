@@ -188,7 +188,6 @@ LOADER_RULES = {
     **OTHER_RULES,
 }
 UNSERVED = {
-    ("vllm", "medusa"): "vLLM serves Medusa heads up to 0.32.0 only: 0.33.0 dropped them",
     ("sglang", "mtp"): "SGLang's rules for MTP heads (NEXTN) are not written down here",
     ("vllm", "hydra"): "no engine serves Hydra heads",
     ("sglang", "hydra"): "no engine serves Hydra heads",

@@ -53,13 +53,13 @@ class TargetTexts:
 
 def diagnosed(evaluation: Evaluation, drafter: Drafter, texts: TargetTexts, sets: dict[str, PromptSet]) -> Evaluation:
     """Return the evaluation of one trained drafter with its diagnoses."""
-    settings = [row.setting for row in evaluation.results if row.setting.tree_nodes is None]
+    settings = [row.setting for row in evaluation.results if row.setting.is_chain]
     greedy = {(own.prompt_set, own.draft_length) for own in settings if own.verification_mode == "greedy"}
     diagnoses: dict[tuple, list[Finding]] = {}
     results = []
     for row in evaluation.results:
         own = row.setting
-        is_measured_greedily = own.tree_nodes is None and (own.prompt_set, own.draft_length) in greedy
+        is_measured_greedily = own.is_chain and (own.prompt_set, own.draft_length) in greedy
         if is_measured_greedily and own.verification_mode in REPLAYED_MODES and is_low(row.acceptance):
             key = own.prompt_set, own.draft_length, own.temperature, own.top_p, own.verification_mode
             if key not in diagnoses:

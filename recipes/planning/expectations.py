@@ -50,7 +50,7 @@ def read_measured(path: Path) -> Acceptance:
     chains = [
         result
         for result in read_evaluation(path).results
-        if result.setting.tree_nodes is None and result.setting.draft_length and result.acceptance.num_rounds
+        if result.setting.is_chain and result.setting.draft_length and result.acceptance.num_rounds
     ]
     if not chains:
         raise UserError(f"--acceptance {path}: no chains were measured: give another evaluation.json, or a rate")

@@ -77,7 +77,8 @@ def own_steps(plan: GpuPlan) -> StepTimes:
 def title_of(plan: GpuPlan) -> str:
     """Return from where on the first drafter pays at the smallest batch size."""
     drafter = plan.drafters[0]
-    row, length = drafter.by_batch_size[0], str(panel_start(plan).draft_length)
+    row, best = drafter.by_batch_size[0], panel_start(plan).draft_length
+    length = min(row.break_even_acceptance_length, key=lambda planned: abs(int(planned) - best))
     needed = row.break_even_acceptance_length[length]
     return (
         f"{plan.target.name} on {machine_text(plan.machine)}: {drafter.drafter} pays from {needed:.2f} tokens a round, "

@@ -105,10 +105,10 @@ class ReportData:
 
     @property
     def leader(self) -> DrafterResult:
-        """The drafter and result that the report leads with: the fastest one at the smallest batch size that pays.
+        """The drafter and result that the report leads with: the fastest one that is shown to pay.
 
-        The temperature is that of the first result. Where none is shown to pay, it is the fastest sound one; where no
-        result is sound, the fastest one.
+        The temperature is that of the first result, the batch size the smallest. Where none is shown to pay, it is the
+        fastest sound one; where no result is sound, the fastest one.
         """
         first = self.drafters[0].results[0].setting
         rows = [

@@ -63,11 +63,14 @@ def acceptance(data: ReportData) -> Section:
 
 
 def longest_chains(data: ReportData) -> list[DrafterResult]:
-    """Return of each drafter the result with the longest chains at the leading setting, where it has none of trees."""
+    """Return of each drafter the result with its longest chains at the leading setting.
+
+    A drafter without chains has that with its longest drafts of another form.
+    """
     longest = []
     for drafter in data.drafters:
         rows = [row for row in drafter.sound_results(data.setting, data.setting.batch_size) if row.setting.draft_length]
-        chains = [row for row in rows if row.setting.tree_nodes is None] or rows
+        chains = [row for row in rows if row.setting.is_chain] or rows
         if chains:
             longest.append((drafter, max(chains, key=lambda row: row.setting.draft_length)))
     return longest

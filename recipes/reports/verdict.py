@@ -111,10 +111,10 @@ def title_of(best: MeasuredDrafter, row: Result) -> str:
 def with_draft(best: MeasuredDrafter, row: Result) -> str:
     """Return the draft to use, where there was something to choose from."""
     rows = best.sound_results(row.setting, row.setting.batch_size)
-    if len({(other.setting.draft_length, other.setting.tree_nodes) for other in rows}) < 2:
+    if len({draft_text(other.setting) for other in rows}) < 2:
         return ""
     nodes = row.setting.tree_nodes
-    return f" with a tree of {nodes} nodes" if nodes else f" with draft length {row.setting.draft_length}"
+    return f" with a tree of {nodes} nodes" if nodes else f" with {draft_text(row.setting)}"
 
 
 def break_even_text(curve: list[Result]) -> str:

@@ -104,7 +104,7 @@ def profiles_of(data: ReportData) -> list[Profile]:
 def chains(data: ReportData, drafter: MeasuredDrafter) -> list[Result]:
     """Return its sound results with chains, all but draft length and batch size as at the leading setting."""
     rows = drafter.sound_results(data.setting)
-    return [row for row in rows if row.setting.tree_nodes is None and row.acceptance.num_drafts]
+    return [row for row in rows if row.setting.is_chain and row.acceptance.num_drafts]
 
 
 def profile_of(data: ReportData, drafter: MeasuredDrafter) -> Profile:
@@ -157,7 +157,7 @@ def planned_profiles(data: ReportData) -> list[Profile]:
 def planned_profile(name: str, fitted: Costs, rates: list[float], context: int) -> Profile:
     known = max(times.draft_length for times in fitted.fitted_on)
     known_batch = max(times.batch for times in fitted.fitted_on)
-    sizes = sorted(powers_of_two(REACH * known_batch))
+    sizes = sorted({times.batch for times in fitted.fitted_on} | powers_of_two(REACH * known_batch))
     costs = [fitted_costs(fitted, size, context, REACH * known) for size in sizes]
     return Profile(name, fitted_text(fitted, context), known, known_batch, rates, costs, [])
 

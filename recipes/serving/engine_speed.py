@@ -24,14 +24,18 @@ class TimedBatch:
     num_accepted_tokens: int = 0
 
     @property
-    def round_ms(self) -> float:
-        """Milliseconds of a step of the engine: a round, or a plain step.
+    def num_steps(self) -> int:
+        """Number of steps of the engine: rounds, and plain steps.
 
         A drafter drafts in each step of a request. A lookup does not, and then the tokens tell the steps: each brings
         one beside those that are accepted.
         """
-        num_steps = max(self.num_drafts, self.num_tokens - self.num_accepted_tokens)
-        return 1000 * self.seconds * self.num_requests / num_steps
+        return max(self.num_drafts, self.num_tokens - self.num_accepted_tokens)
+
+    @property
+    def round_ms(self) -> float:
+        """Milliseconds of a step."""
+        return 1000 * self.seconds * self.num_requests / self.num_steps
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class EngineSpeed:
 
     plain_step_ms: float
     round_ms: float
-    acceptance_length: float  # draftsmith's own
+    acceptance_length: float  # draftsmith's own, over all rounds, those without a draft, too
     measured_speedup: float  # tokens per second with the drafter over those without
     num_timed: int  # prompts that the times are of
     num_forecast: int  # prompts that the speedups are of
@@ -69,9 +73,10 @@ def engine_speed(plain: list[TimedBatch], drafted: list[TimedBatch], ours: Outpu
         return None
     plain_times, plain_rest, drafted_times, drafted_rest = parts
     plain_step_ms = 1000 * seconds_per_token(plain_times)
-    num_drafts = sum(request.num_drafts for request in drafted_times)
-    round_ms = 1000 * sum(request.seconds for request in drafted_times) / num_drafts
-    acceptance_length = OutputStats(ours.requests[1::2]).total.mean_acceptance_length
+    num_steps = sum(request.num_steps for request in drafted_times)
+    round_ms = 1000 * sum(request.seconds for request in drafted_times) / num_steps
+    total = OutputStats(ours.requests[1::2]).total
+    acceptance_length = 1 + total.num_accepted_tokens / max(1, total.num_rounds)
     return EngineSpeed(
         plain_step_ms,
         round_ms,

@@ -39,7 +39,7 @@ from draftsmith.recipes.evaluation.inputs import load_head
 from draftsmith.recipes.pages.tables import Cell, Table, for_terminal
 from draftsmith.recipes.serving.export import Exported, served_names, write_drafter
 from draftsmith.recipes.serving.model_card import DYNAMIC_KINDS
-from draftsmith.recipes.serving.serve_commands import speculative_config, write_script
+from draftsmith.recipes.serving.serve_commands import at_most_drafted, speculative_config, write_script
 from draftsmith.recipes.serving.vllm_run import SpeculativeConfig
 from draftsmith.train.engine.restarted import ENGINE_LOG
 
@@ -132,7 +132,7 @@ def tune(servers: Servers, settings: TuneServerSettings) -> ServerTuning:
 
 def tried_lengths(servers: Servers, settings: TuneServerSettings) -> list[Measured]:
     """Measure the shortest and the longest drafts, and the lengths that promise more; return all of them."""
-    most = min(settings.draft_length or LONGEST, servers.exported.max_draft_length or LONGEST)
+    most = at_most_drafted(servers.exported, settings.draft_length or LONGEST)
     short = servers.tried(Candidate(1))
     if most == 1:
         return [short]

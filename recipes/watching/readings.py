@@ -14,8 +14,9 @@ from draftsmith.train.engine.vllm_counters import LARGEST_PART, PREFIX, Counters
 
 MEND = "give the address of a running vLLM or SGLang (the latter with --enable-metrics)"
 TTFT = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+# vLLM's inter-token latency is that of a step, however many tokens it brings; this one is a mean of finished requests.
 TPOT = (
-    *("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    "vllm:request_time_per_output_token_seconds",
     *("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
 )
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")

@@ -46,7 +46,7 @@ def read_reference(directory: Path, draft_length: int) -> Reference:
     path = directory / "evaluation.json"
     if not path.is_file():
         raise UserError(f"--against {directory}: it holds no evaluation.json: export it with --prompts")
-    chains = [result for result in read_evaluation(path).results if result.setting.tree_nodes is None]
+    chains = [result for result in read_evaluation(path).results if result.setting.is_chain]
     results = [result for result in chains if result.setting.draft_length >= draft_length]
     if not results:
         raise UserError(f"--against {directory}: nothing was measured there with {draft_length} or more draft tokens")

@@ -61,7 +61,7 @@ class WatchedServer:
         alerts = []
         if change := self.add(reading):
             alerts.append(change_text(change))
-        if reference and reading.counters.num_drafts:
+        if reference and reading.counters.num_drafts >= LEAST_DRAFTS:
             said = judgement(reading.counters, reference)
             began = said.startswith(RETRAIN) and not self.retrains
             self.retrains = said.startswith(RETRAIN)
@@ -133,6 +133,7 @@ def look(watched: WatchedServer, history: History, alerts: Alerts) -> list[str]:
     stamp = time.strftime("%H:%M:%S")
     try:
         now = read(watched.server)
+        watched.reference(now)  # raises where the server drafts more than was measured
     except UserError as error:
         return [f"{stamp}  {error}"]
     assert watched.newest is not None

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,19 @@ TRACES = {
 def test_a_trace_is_read(name: str, content: str, expected: list[TraceRequest], tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     assert read_trace(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"), [(("12-31 23:59:59", "01-01 00:00:01"), 2.0), (("02-28 23:59:59", "03-01 00:00:01"), 2.0)]
+)
+def test_a_log_without_years_may_cross_one(times: tuple[str, str], seconds: float, tmp_path: Path) -> None:
+    """The file was last written to in 2026, which is no leap year."""
+    lines = VLLM_BODIES.splitlines()
+    texts = [lines[0].replace("12-31 23:59:59", at) for at in times]
+    (tmp_path / "t.log").write_text("\n".join(texts) + "\n")
+    written = datetime.fromisoformat("2026-03-05").timestamp()
+    os.utime(tmp_path / "t.log", (written, written))
+    assert [request.seconds for request in read_trace(tmp_path / "t.log")] == [0.0, seconds]
 
 
 BAD_TRACES = {
@@ -343,6 +358,7 @@ def test_no_rate_may_be_found() -> None:
 
     best, tried = search_rate(measure, 1.0)
     assert best is None
+    assert len(tried) == 4  # an answer takes 0.4 s: at a rate of 1/8 one hardly ever meets another
     assert "does not keep the limits" in search_text(best, tried)
 
 

@@ -343,7 +343,8 @@ def test_disagreement_is_found(change: str, tiny_target: Target, tmp_path: Path)
             "num_accepted_tokens": total.num_accepted_tokens if change != "counters" else 0,
             "accepted_per_position": [1, 0],
         },
-        "timed": [{"num_requests": 1, "seconds": 0.02, "num_tokens": 10, "num_drafts": 5}] * len(prompts),
+        "timed": [{"num_requests": 1, "seconds": 0.02, "num_tokens": 10, "num_drafts": 5, "num_accepted_tokens": 5}]
+        * len(prompts),
     }
     if change == "text":
         answer["token_ids"] = [[(ids[0] + 1) % 300, *ids[1:]] for ids in output.token_ids]
@@ -449,7 +450,8 @@ def test_cause_of_a_failure(stdout: str, stderr: str, cause: str) -> None:
 
 
 def timed(seconds: float, num_tokens: int, num_drafts: int = 0) -> TimedBatch:
-    return TimedBatch(1, seconds, num_tokens, num_drafts)
+    """One request; where it was drafted for, each of its rounds had a draft and brought a token beside it."""
+    return TimedBatch(1, seconds, num_tokens, num_drafts, num_tokens - num_drafts if num_drafts else 0)
 
 
 def test_forecast_of_speed() -> None:
@@ -461,7 +463,7 @@ def test_forecast_of_speed() -> None:
         timed(0.1, 20, 10),
         timed(2, 40, 10),
     ]  # 20 ms; others 40 ms a token
-    ours = OutputStats([Stats(2, num_drafts=10, num_accepted_tokens=n) for n in (0, 15, 0, 25)])
+    ours = OutputStats([Stats(2, num_rounds=10, num_drafts=10, num_accepted_tokens=n) for n in (0, 15, 0, 25)])
     found = engine_speed(plain, drafted, ours)
     assert found is not None
     assert (found.plain_step_ms, found.round_ms) == pytest.approx((10, 20))
@@ -469,6 +471,9 @@ def test_forecast_of_speed() -> None:
     assert found.forecast_speedup == pytest.approx(3 * 10 / 20)
     assert found.measured_speedup == pytest.approx(100 / 40)
     assert engine_speed(plain[:1], drafted[:1], ours) is None
+    lookup = engine_speed(plain, [TimedBatch(1, 0.5, 40)] * 4, ours)  # it found no draft in the texts that are timed
+    assert lookup is not None
+    assert lookup.round_ms == pytest.approx(1000 * 0.5 / 40)
     assert engine_speed([timed(0.1, 1), timed(0, 0)], drafted[:2], ours) is None
 
 

@@ -69,6 +69,12 @@ def plan(folder: Path) -> GpuPlan:
     return plan
 
 
+def test_a_plan_leads_with_a_length_that_was_asked_for(tmp_path: Path) -> None:
+    """What is known of EAGLE-3's acceptance ends at four tokens, so a shorter draft would be best."""
+    assert main([*PLAN, "--draft-length", "8", "--out", str(tmp_path / "plan")]) == 0
+    assert "with draft length 8" in (tmp_path / "plan" / "plan.html").read_text()
+
+
 def test_a_plan_for_a_gpu_that_is_not_here(plan: GpuPlan) -> None:
     """Its numbers are those of the roofline, and batches that do not fit have no outcome."""
     times = TargetTimes(plan.target, Machine(GPUS["H100"]))

@@ -503,12 +503,26 @@ def test_a_study_alone_has_a_report(name: str, title: str, shown: str, tmp_path:
 @pytest.mark.usefixtures("_no_figures")
 def test_the_panel_of_a_plan_shows_what_the_plan_expects(tmp_path: Path) -> None:
     costs = Costs("", "", "medusa", "medusa", {"first: pass": 2.0}, {"pass": 10.0}, host=0.0)
-    costs = replace(costs, held_out=HeldOutErrors(settings=1), fitted_on=[RoundTimes(4, 1, 64, 4, False, 1, 10, 11)])
+    costs = replace(
+        costs,
+        held_out=HeldOutErrors(settings=1),
+        fitted_on=[RoundTimes(4, size, 64, 4, False, 1, 10, 11) for size in (1, 6)],
+    )
     (tmp_path / "costs.json").write_text(json.dumps(to_json(costs)))
     (tmp_path / "plan.json").write_text(json.dumps(plan_content("medusa")))
     (profile,) = profiles_of(read_report_data(tmp_path))
+    assert profile.known == 4
+    assert {1, 2, 4, 6, 8} <= {costs.batch_size for costs in profile.costs}
     assert speedups(profile, profile.costs[0])[3] == pytest.approx((1 + 0.5 + 0.25 + 0.125 + 0.0625) / 1.2)
     assert 'id="panel"' in build_report(tmp_path).read_text()
+
+
+def test_drafts_that_a_schedule_shortens_are_no_chains(tmp_path: Path) -> None:
+    """What a chain that ends by confidence does not draft says nothing of its later tokens."""
+    confident = {**result(0.7, 1.0, length=8), "schedule": {"confident": {"longest": 8, "least": 0.4}}}
+    write_results(tmp_path / "evaluation.json", [result(0.7, 1.0), confident])
+    (profile,) = profiles_of(read_report_data(tmp_path))
+    assert profile.known == 4
 
 
 def test_the_winner_stands_first(tmp_path: Path) -> None:

@@ -160,6 +160,15 @@ def test_a_drafter_is_tuned(venv: Path, tiny_target: Target, tmp_path: Path) -> 
     assert subprocess.run(["sh", "-n", str(out / "serve_vllm.sh")]).returncode == 0
 
 
+def test_drafts_are_as_long_as_was_asked_for(venv: Path, tiny_target: Target, tmp_path: Path) -> None:
+    kind = DRAFTERS["eagle"]
+    save_drafter(kind.from_target(kind.config_class(kind="eagle"), tiny_target), tmp_path / "eagle")
+    given = words(venv, tiny_target.name, str(tmp_path / "eagle"), tmp_path)
+    assert main([*given, "--repeats", "3", "--draft-length", "8"]) == 0
+    found = read_typed(ServerTuning, tmp_path / "out" / "server_tuning.json")
+    assert [one.candidate.draft_length for one in found.tried[:3]] == [0, 1, 8]
+
+
 def test_lookups_are_tuned(venv: Path, tiny_target: Target, tmp_path: Path) -> None:
     given = words(venv, tiny_target.name, "ngram", tmp_path)
     assert main([*given, "--draft-length", "4", "--repeats", "3"]) == 0

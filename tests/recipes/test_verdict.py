@@ -61,6 +61,11 @@ def test_title(rows: list[dict[str, Any]], title: str, tone: str, tmp_path: Path
     assert bool(found.broken) == (tone == "alarm")
 
 
+def test_a_draft_that_ends_by_confidence_is_named_as_such(tmp_path: Path) -> None:
+    confident = {**paying(length=8), "speedup": 2.5, "schedule": {"confident": {"longest": 8, "least": 0.4}}}
+    assert "eagle3 with draft length up to 8, by confidence 0.4." in verdict_on(tmp_path, paying(), confident).title
+
+
 def test_a_choice_made_on_other_prompts_comes_before_the_fastest_row(tmp_path: Path) -> None:
     choice = choice_content("runs/eagle3/checkpoints/step-000400", 1)
     assert "with draft length 4" in verdict_on(tmp_path, paying(), paying(length=1)).title

@@ -283,10 +283,12 @@ def test_watch_goes_on(server: Pages, tmp_path: Path) -> None:
     """While the server is away, and when it is back with another draft length, after what it counted before."""
     write_evaluation(tmp_path)
     url, pages = server
-    pages += [page(1000, (600, 300)), "no page", page(500, (250, 160, 120)), page(700, (370, 220, 160))]
-    text = watch(url, 3, against=tmp_path)
-    _, away, anew, later = [line for line in text.splitlines() if "measured" not in line]
+    pages += [page(1000, (600, 300)), "no page", page(99, (50, 40, 30, 20, 10))]
+    pages += [page(500, (250, 160, 120)), page(700, (370, 220, 160))]
+    text = watch(url, 4, against=tmp_path)
+    _, away, longer, anew, later = [line for line in text.splitlines() if line[:1].isdigit() or "since" in line]
     assert "the server counts no drafts" in away
+    assert "nothing was measured there with 5 or more draft tokens" in longer
     assert "the server was started anew; acceptance length 2.06" in anew
     assert "(500 drafts of 3.0 tokens)" in anew
     assert "(200 drafts of 3.0 tokens)" in later
@@ -307,8 +309,10 @@ LATENCIES = """
 vllm:time_to_first_token_seconds_bucket{le="0.1"} 3
 vllm:time_to_first_token_seconds_sum{engine="0"} 4.0
 vllm:time_to_first_token_seconds_count{engine="0"} 20
-vllm:inter_token_latency_seconds_sum{engine="0"} 2.0
+vllm:inter_token_latency_seconds_sum{engine="0"} 6.0
 vllm:inter_token_latency_seconds_count{engine="0"} 400
+vllm:request_time_per_output_token_seconds_sum{engine="0"} 0.1
+vllm:request_time_per_output_token_seconds_count{engine="0"} 20
 """
 OF_SGLANG = """
 sglang:spec_accept_length{model_name="tiny"} 2.5
@@ -319,10 +323,15 @@ sglang:time_to_first_token_seconds_count{model_name="tiny"} 10
 
 
 def test_latencies_of_a_page() -> None:
-    """Engines are summed, and differences of two pages are what was waited between them."""
+    """Engines are summed, and differences of two pages are what was waited between them.
+
+    A step brings several tokens: a token takes less than from one step to the next.
+    """
     earlier = parse_page(page(100, (60, 30)) + LATENCIES, 0.0)
     assert (earlier.ttft.milliseconds, earlier.tpot.milliseconds, earlier.running) == (200.0, 5.0, 3.0)
-    later = parse_page(page(200, (60, 30)) + LATENCIES.replace("4.0", "5.0").replace(" 20", " 30"), 1.0)
+    later = parse_page(
+        page(200, (60, 30)) + LATENCIES.replace("4.0", "5.0").replace('0"} 20\nvllm:inter', '0"} 30\nvllm:inter'), 1.0
+    )
     assert later.since(earlier).ttft == Latency(1.0, 10)
     assert later.since(earlier).tpot.milliseconds is None
     assert earlier.since(later).ttft == earlier.ttft  # the server was started anew
