@@ -75,7 +75,7 @@ def measure_vocabulary(
     coverage: dict[str, Coverage] = {}
     for domain, indices in sorted(chosen.items()):
         rows = [[index] for index in indices[:MEASURED]]
-        micro_batches = group_rows(rows, plan.lengths, plan.tokens_per_micro_batch)
+        micro_batches = group_rows(rows, plan.lengths, plan.tokens_per_micro_batch, plan.width_multiple)
         parts = [_coverage(inside, micro_batch, plan, source, target) for micro_batch in micro_batches]
         coverage[domain] = sum(parts, start=Coverage())
     return coverage

@@ -102,7 +102,8 @@ def num_batches(store: StoredFeatures, shards: list[Shard]) -> int:
 def batches_of(store: StoredFeatures, shard: Shard) -> list[MicroBatch]:
     """Return the samples of a shard, one a row, in batches of similar length."""
     rows = [[index] for index, length in zip(shard.samples, shard.lengths, strict=True) if length]
-    return group_rows(rows, store.plan.lengths, store.plan.tokens_per_micro_batch)
+    plan = store.plan
+    return group_rows(rows, plan.lengths, plan.tokens_per_micro_batch, plan.width_multiple)
 
 
 def computed_ahead(

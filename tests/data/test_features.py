@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.features import stored as features
 from draftsmith.data.features import writer as feature_writer
 from draftsmith.data.features.stored import HEADER, StoredFeatures, checksum, decode, encode, read_header
-from draftsmith.data.features.writer import check_disk, write_shards
+from draftsmith.data.features.writer import batches_of, check_disk, write_shards
 from draftsmith.data.processes import locked
 from draftsmith.data.samples.batches import BatchPlan, MicroBatch
 from draftsmith.data.samples.folder import read_samples
@@ -81,6 +82,13 @@ def test_what_is_read_is_what_the_target_computes(samples: Path, tiny_target: Ta
             torch.testing.assert_close(found.last_hidden[real], expected.last_hidden[real])
             torch.testing.assert_close(found.layers[real], expected.layers[real])
             assert not found.last_hidden[~real].any()
+
+
+def test_widths_of_a_gpu_keep_to_the_size_of_micro_batches(samples: Path, tiny_target: Target, tmp_path: Path) -> None:
+    plan = replace(make_plan(read_samples(samples), 100), width_multiple=16)
+    store = make_store(tmp_path / "store", tiny_target, plan)
+    batches = [plan.collate(rows) for shard in store.shards for rows in batches_of(store, shard)]
+    assert max(batch.token_ids.numel() for batch in batches) <= plan.tokens_per_micro_batch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts what a process reads")

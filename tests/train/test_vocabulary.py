@@ -129,6 +129,19 @@ def test_bounds_by_enumeration(tiny_target: Target, monkeypatch: pytest.MonkeyPa
         assert [inside.written, inside.greedy, inside.sampled] == pytest.approx(expected, abs=1e-6)
 
 
+def test_measuring_a_vocabulary_keeps_to_the_size_of_micro_batches(tiny_target: Target) -> None:
+    """On a GPU, where widths are padded: three rows of 30 tokens would be 96."""
+    plan = replace(make_plan(160), max_length=40, tokens_per_micro_batch=90, width_multiple=16)
+    sizes = []
+
+    def source(rows: MicroBatch, batch: Batch) -> Features:
+        sizes.append(batch.token_ids.numel())
+        return tiny_target.features(batch)
+
+    measure_vocabulary(torch.arange(20), plan, source, tiny_target)
+    assert set(sizes) == {32, 64}
+
+
 def test_another_vocabulary_than_trained_with_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     """d2t of another run loads without an error anywhere and makes every draft wrong."""
     drafter = Eagle3.from_target(Eagle3Config(draft_vocab_size=40), tiny_target)
