@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from pydantic import ConfigDict
 
 from draftsmith.data.bad_rows import BadRows
@@ -97,18 +98,27 @@ def _read_part(part: MixtureSource, bad: BadRows | None) -> list[Prompt]:
 
 
 def _counts(mixture: Mixture, sizes: list[int], path: Path) -> list[int]:
-    """Return the number of prompts to take from each source."""
+    """Return the number of prompts to take from each source, in all as many as are asked for.
+
+    One of each comes first. Each further one is of the source that is furthest behind its share, whatever the total is.
+    """
     weights = [size if part.weight is None else part.weight for part, size in zip(mixture.sources, sizes, strict=True)]
     shares = [weight / sum(weights) for weight in weights]
     room = [size / share for size, share in zip(sizes, shares, strict=True)]
-    total = mixture.num_prompts or min(room)
-    if total > min(room) + 1e-6:
+    most = max(len(sizes), int(min(room) + 1e-6))
+    total = mixture.num_prompts or most
+    if total > most:
         scarce = mixture.sources[room.index(min(room))].source
         raise UserError(
-            f"mixture {path}: num_prompts {total} is more than the {int(min(room))} that these weights allow, "
+            f"mixture {path}: num_prompts {total} is more than the {most} that these weights allow, "
             f"for {scarce} has {min(zip(room, sizes, strict=True))[1]} prompts: lower it, or that source's weight"
         )
-    return [max(1, round(share * total)) for share in shares]
+    turns = [(np.arange(size) + 0.5) / weight for size, weight in zip(sizes, weights, strict=True)]
+    for own in turns:
+        own[0] = 0
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    taken = owners[np.argsort(np.concatenate(turns), kind="stable")[:total]]
+    return np.bincount(taken, minlength=len(sizes)).tolist()
 
 
 def _pick(prompts: list[Prompt], count: int) -> list[Prompt]:

@@ -1,5 +1,6 @@
 """Mixtures, duplicates and the split: nothing twice, nothing on both sides, the shares that were asked for."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -42,6 +43,8 @@ def counts(prompts: list[Prompt]) -> dict[str, int]:
         ((1, 1, 1), None, (10, 10, 10)),  # as many as the scarcest allows
         ((3, 1.5, 0.5), None, (60, 30, 10)),
         ((2, 1, 1), 20, (10, 5, 5)),
+        ((1, 1, 1), 10, (4, 3, 3)),  # each by itself would round to 3
+        ((5, 1, 0.1), 5, (3, 1, 1)),  # at least one of each
     ],
 )
 def test_weights_are_shares(
@@ -56,8 +59,9 @@ def test_weights_are_shares(
 def test_a_smaller_mixture_is_part_of_a_larger_one(sources: dict[str, str], tmp_path: Path) -> None:
     """A run on more data then contains the run on less, and differs from it in nothing else."""
     parts = [{"source": path} for path in sources.values()]
-    small, large = ({prompt.text for prompt in mix(tmp_path, *parts, num_prompts=count)} for count in (20, 70))
-    assert small < large
+    mixtures = [{prompt.text for prompt in mix(tmp_path, *parts, num_prompts=count)} for count in range(3, 101)]
+    assert [len(prompts) for prompts in mixtures] == [*range(3, 101)]
+    assert all(small < large for small, large in itertools.pairwise(mixtures))
 
 
 def test_a_duplicate_counts_for_its_first_source(sources: dict[str, str], tmp_path: Path) -> None:
