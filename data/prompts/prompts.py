@@ -43,7 +43,6 @@ def read_unique(source: str, refuse_surrogates: bool, bad: BadRows) -> list[Prom
     for lone surrogates that are to be refused.
     """
     prompts = read_prompts(source, bad)
-    bad.num_rows = len(prompts) + len(bad.rows)
     bad.check()
     if text := replaced_text(prompts):
         if refuse_surrogates:

@@ -37,11 +37,12 @@ LONGEST_LINE = 1000  # characters; files with longer lines were not written by h
 
 
 def read_source(source: str, domain_column: str = "domain", bad: BadRows | None = None) -> list[Prompt]:
-    """Return all prompts of a source; `bad` takes the rows that give none.
+    """Return all prompts of a source; `bad` takes the rows that give none, and counts all.
 
     Raises `UserError` naming the file and line that is wrong.
     """
     bad = bad or BadRows()
+    num_bad_before = len(bad.rows)
     name, rest = split_source(source)
     path = Path(name)
     if not name:
@@ -60,6 +61,7 @@ def read_source(source: str, domain_column: str = "domain", bad: BadRows | None 
     if not prompts:
         first = f": none of {len(bad.rows)} rows gives one, the first: {bad.rows[0].reason}" if bad.rows else ""
         raise UserError(f"{source} holds no prompts{first}")
+    bad.num_rows += len(prompts) + len(bad.rows) - num_bad_before
     return prompts
 
 

@@ -79,6 +79,13 @@ def test_more_bad_rows_end_the_run(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mixture_counts_the_rows_that_it_does_not_take(source: Path, target: Target, tmp_path: Path) -> None:
+    """Three of the twelve rows give no prompt; of the nine others, one of which is bad, the mixture takes one."""
+    (tmp_path / "mix.yaml").write_text(f"sources: [{{source: {source}}}]\nnum_prompts: 1\n")
+    job = AnswerJob(target, str(tmp_path / "mix.yaml"), settings(4 / 12))
+    assert (len(job.kept), len(job.bad.rows), job.bad.num_rows) == (1, 3, 12)
+
+
 def test_all_cores_find_what_one_finds(
     source: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
