@@ -9,7 +9,7 @@ from pathlib import Path
 from draftsmith.data.answers.prepare import check_same_answers, has_answers, keep_date
 from draftsmith.data.answers.summary import show_written
 from draftsmith.data.bad_rows import BadRow, BadRows
-from draftsmith.data.processes import locked
+from draftsmith.data.processes import locked, rank_and_num_ranks
 from draftsmith.data.prompts.conversations import encode_conversation
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_split
@@ -35,9 +35,12 @@ def store_conversations(
     """Write the conversations at `source`, with the spans of their answers, into the folder `out`.
 
     It writes the files of `prepare`, with "given" as the writer in prepared.json and as the reason that answers end.
-    A conversation that the target would never meet in this form is a bad row. Raises `UserError`, before anything is
+    A conversation that the target would never meet in this form is a bad row. Of several processes the first one does
+    all of this, and the others nothing. Raises `UserError`, before anything is
     written, for more than `max_bad_share` of them.
     """
+    if rank_and_num_ranks()[0] > 0:
+        return
     keep_date(target, out)
     bad = BadRows(max_bad_share)
     split = read_split(source, held_out_share, refuse_surrogates, bad)

@@ -293,7 +293,8 @@ class AnswerJob:
         """Return the prompts that leave room for an answer. Raises `UserError` for others that may not be left out."""
         limit = self.context - self.settings.max_new_tokens
         long = [index for index, length in enumerate(self.lengths) if length > limit]
-        if long and (not self.settings.skip_long or len(long) == len(self.lengths)):
+        kept = [index for index, length in enumerate(self.lengths) if 0 < length <= limit]
+        if long and not (self.settings.skip_long and kept):
             room = self.context - max(self.lengths)
             lower = f"give --max-new-tokens {room}" if room > 0 else "lower --max-new-tokens"
             raise UserError(
@@ -302,7 +303,7 @@ class AnswerJob:
                 f"{len(long)} of {len(self.lengths)} do: shorten it, {lower}, or leave long prompts out "
                 "with --skip-long"
             )
-        return [index for index, length in enumerate(self.lengths) if 0 < length <= limit]
+        return kept
 
     def prepared(self) -> dict:
         """Return the content of prepared.json: all that the answers depend on."""
@@ -378,7 +379,8 @@ def decode_answers(
 def open_folder(out: Path, prepared: dict) -> None:
     """Make the folder, where one without an answer may have been of other settings. `UserError` for other answers."""
     if not has_answers(out):
-        if (out / PREPARED).is_file() and read_prepared(out).get("num_held_out"):
+        held_out_before = (out / PREPARED).is_file() and read_prepared(out).get("num_held_out")
+        if held_out_before and not prepared["num_held_out"]:  # else the first process writes the file anew
             (out / HELD_OUT).unlink(missing_ok=True)
         write_json(out / PREPARED, prepared)
     check_same_answers(out, prepared)

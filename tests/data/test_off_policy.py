@@ -38,10 +38,14 @@ def write_conversations(path: Path, count: int) -> str:
 
 
 def test_given_conversations_are_samples_marked_off_policy(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_conversations(target, write_conversations(tmp_path / "c.jsonl", 3), tmp_path / "out")
     samples, prepared = read_samples(tmp_path / "out"), read_prepared(tmp_path / "out")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store_conversations(target, str(tmp_path / "c.jsonl"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()  # two processes would write the same files
     assert (prepared["written_by"], prepared["num_prompts"]) == ("given", 3)  # the fourth is the first
     assert "left out 1 of 4 prompts" in capsys.readouterr().err
     assert target.tokenizer is not None

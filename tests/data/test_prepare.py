@@ -32,6 +32,7 @@ from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.checks import check_samples, notice_without_checksum, num_known_tokens
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
+from draftsmith.data.prompts.splits import HELD_OUT
 from draftsmith.data.samples.folder import (
     INDEX,
     PREPARED,
@@ -372,6 +373,17 @@ def test_a_killed_process_goes_on_to_the_same_file(
     assert (tmp_path / "killed" / INDEX).read_bytes() == (tmp_path / "whole" / INDEX).read_bytes()
 
 
+def test_a_later_process_leaves_what_the_first_one_held_out(folder: Path, tmp_path: Path) -> None:
+    """Each process opens the folder, before there are answers; what other settings held out goes."""
+    prepared = {**read_prepared(folder), "num_held_out": 1}
+    open_folder(tmp_path, prepared)
+    (tmp_path / HELD_OUT).write_text("kept\n")
+    open_folder(tmp_path, prepared)
+    assert (tmp_path / HELD_OUT).exists()
+    open_folder(tmp_path, read_prepared(folder))
+    assert not (tmp_path / HELD_OUT).exists()
+
+
 def test_unfinished_samples_are_not_trained_on(folder: Path, tmp_path: Path) -> None:
     open_folder(tmp_path, read_prepared(folder))
     with pytest.raises(UserError, match="unfinished samples"):
@@ -572,10 +584,14 @@ def test_folder_without_samples_is_refused(tmp_path: Path) -> None:
         read_samples(tmp_path)
 
 
-def test_bad_prompts_leave_no_folder(tiny_target: Target, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("iron " * tiny_target.context)
+@pytest.mark.parametrize("with_bad", [False, True])
+def test_bad_prompts_leave_no_folder(with_bad: bool, tiny_target: Target, tmp_path: Path) -> None:
+    """Too long for the context, or bad, and none is left to answer."""
+    rows = [{"prompt": "iron " * tiny_target.context}, *([{"prompt": "<|endoftext|>iron"}] if with_bad else [])]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = replace(SETTINGS, skip_long=with_bad, max_bad_share=0.5)
     with pytest.raises(UserError, match="exceeds the target's context"):
-        prepare(tiny_target, str(tmp_path / "prompts.txt"), tmp_path / "out", SETTINGS)
+        prepare(tiny_target, str(tmp_path / "prompts.jsonl"), tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
 
 
