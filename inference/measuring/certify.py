@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from scipy.stats import chi2
@@ -36,7 +36,7 @@ class CertifySettings:
     """The amount of text that is decoded for a certificate."""
 
     max_new_tokens: int = 64
-    draft_length: int = 4
+    draft_length: int = 4  # or as far as the drafter goes
     num_prompts: int | None = None  # decoded greedily; None: all
     num_texts: int = 256  # sampled for each mode, from the prompts in turn
     batch_size: int = 32
@@ -57,6 +57,8 @@ def certify(
     `on_progress` is called after each of `num_checks(drafter)` checks.
     """
     decoder = SpeculativeDecoder(target, drafter)
+    longest = drafter.max_draft_length or settings.draft_length
+    settings = replace(settings, draft_length=min(settings.draft_length, longest))
     expected = plain_texts(target, prompts, settings) if expected is None else expected
     greedy: dict[str, LosslessCheck] = {}
     sampled: dict[str, ChiSquareTest] = {}

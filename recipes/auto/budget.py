@@ -145,7 +145,9 @@ def make_plan(
         kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
         for kind, step in times.items()
     }
-    certificates, certificate_seconds = affordable_certificates(target, first, 2 / 3 * MEASURE_SHARE * seconds)
+    certificates, certificate_seconds = affordable_certificates(
+        target, first, answers.max_new_tokens, 2 / 3 * MEASURE_SHARE * seconds
+    )
     return AutoPlan(
         target=target.name,
         hours=hours,
@@ -180,19 +182,23 @@ def answering_share(answer_seconds: float, sample_seconds: float, num_kinds: int
     return min(max(share, LEAST_ANSWERING), MOST_ANSWERING)
 
 
-def affordable_certificates(target: Target, prompts: list[Prompt], seconds: float) -> tuple[CertifySettings, float]:
+def affordable_certificates(
+    target: Target, prompts: list[Prompt], max_new_tokens: int, seconds: float
+) -> tuple[CertifySettings, float]:
     """Return the size of the certificates that a time allows at the end, within limits, and about what they take.
 
-    A small certificate of a lookup is made, and timed. Larger ones take longer in proportion.
+    A small certificate of a lookup is made, and timed. Larger ones take longer in proportion. Prompts may leave no room
+    for more than `max_new_tokens`.
     """
+    trial = replace(TRIAL, max_new_tokens=min(TRIAL.max_new_tokens, max_new_tokens))
     token_ids = [tokenise(prompt, target) for prompt in prompts]
     begin = time.perf_counter()
-    certify(target, load_drafter("ngram", target), token_ids, TRIAL)
+    certify(target, load_drafter("ngram", target), token_ids, trial)
     whole = CERTIFICATES * (time.perf_counter() - begin) * WHOLE.num_texts / TRIAL.num_texts
     share = min(1.0, seconds / whole)
     num_texts = max(FEWEST_TEXTS, int(share * WHOLE.num_texts))
     num_prompts = num_texts * MOST // WHOLE.num_texts
-    return CertifySettings(num_prompts=num_prompts, num_texts=num_texts), whole * num_texts / WHOLE.num_texts
+    return replace(trial, num_prompts=num_prompts, num_texts=num_texts), whole * num_texts / WHOLE.num_texts
 
 
 def plan_lines(plan: AutoPlan) -> list[str]:

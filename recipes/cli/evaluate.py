@@ -31,7 +31,8 @@ def run(settings: EvaluateSettings, console: Console) -> None:
     target = load_target(settings.target, device, settings.chat_template_kwargs)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     minutes = settings.minutes or (DEFAULT_MINUTES if settings.repeats is None else None)
-    certificate = CertifySettings() if settings.certify else None
+    num_certified = min(CertifySettings.max_new_tokens, settings.max_new_tokens)  # for which prompts leave room
+    certificate = CertifySettings(num_certified) if settings.certify else None
     options = EvaluationOptions(
         settings.num_threads, certificate, settings.baseline, minutes, sample_texts=True, costs=True
     )

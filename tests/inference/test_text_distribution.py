@@ -29,6 +29,7 @@ from draftsmith.inference.measuring.results import LosslessCheck
 from draftsmith.inference.verification import acceptance_rules
 from draftsmith.inference.verification.acceptance_rules import VerificationMode, Verified
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.drafter_configs import MedusaConfig
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, probabilities
 from draftsmith.models.sampling.trees import DynamicTree, StaticTree
@@ -195,6 +196,8 @@ def test_the_certificate(tiny_target: Target, medusa: Drafter) -> None:
     assert certificate.passed
     assert certificate.control_found
     assert certificate.greedy["batch_size_8"] == LosslessCheck(checked=4, identical=4)
+    short = DRAFTERS["medusa"].from_target(MedusaConfig(num_heads=2), tiny_target).eval()  # drafts less than asked for
+    assert certify(tiny_target, short, prompts[:1], settings).passed
 
 
 def test_a_sure_target_is_certified(make_target_dir: Callable[..., Path]) -> None:

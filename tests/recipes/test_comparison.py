@@ -9,6 +9,7 @@ import pytest
 
 import draftsmith.recipes
 from draftsmith.models import Target
+from draftsmith.recipes.cli import evaluate
 from draftsmith.recipes.cli.main import main
 
 LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
@@ -47,3 +48,18 @@ def test_a_certificate_is_not_shared_by_processes(
     assert main(["evaluate", *words, "--certify"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --certify cannot be shared by 2 processes")
+
+
+def test_a_certificate_decodes_no_more_than_prompts_leave_room_for(
+    monkeypatch: pytest.MonkeyPatch, tiny_target: Target, tmp_path: Path
+) -> None:
+    """Its own 64 tokens did not fit behind prompts that were checked for --max-new-tokens, when all was measured."""
+    (tmp_path / "p.txt").write_text("strike the iron\n")
+    words = ["--target", tiny_target.name, "--drafter", "ngram", "--prompts", str(tmp_path / "p.txt"), "--certify"]
+    asked: list[int] = []
+    monkeypatch.setattr(
+        evaluate, "evaluate_side_by_side", lambda *args: asked.append(args[-1].certify.max_new_tokens) or []
+    )
+    for count in ("12", "100"):
+        assert main(["evaluate", *words, "--max-new-tokens", count, "--out", str(tmp_path / "out")]) == 0
+    assert asked == [12, 64]
