@@ -15,6 +15,7 @@ from draftsmith.inference.replay.forced_decoding import ForcedBatchEngine, start
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import Chain, Shape, StaticTree, likeliest_tree
+from draftsmith.models.slots.cache import SlotCache
 
 LEAST_VISITS, MOST_VISITS = 2, 4
 TURNS = 3  # of each drafter, where several are measured to be compared
@@ -96,7 +97,7 @@ class CostRange:
         if not drafter.can_branch:
             return []
         depth = self._longest(drafter)
-        possible = len(USUAL_ACCURACIES[0]) if depth == 1 else self.tree_nodes
+        possible = sum(len(USUAL_ACCURACIES[0]) ** level for level in range(1, depth + 1))
         wanted = sorted({size for size in sizes if 0 < size <= min(self.tree_nodes, possible)})
         return [usual_tree(size, depth) for size in wanted]
 
@@ -163,6 +164,11 @@ def check_measurable(target: Target, drafter: Drafter, reach: CostRange) -> None
             "`draftsmith evaluate`"
         )
     longest = longest_context(target, reach.draft_length, reach.tree_nodes)
+    if longest < 1:
+        raise UserError(
+            f"measuring costs needs {target.context - longest} tokens beyond a request's own, and the target's context "
+            f"is {target.context}: give shorter drafts, smaller trees or a target with a longer context"
+        )
     if reach.context > longest:
         raise UserError(
             f"context {reach.context}: measuring needs {target.context - longest} tokens beyond it, and the target's "
@@ -244,17 +250,18 @@ def start_generations(target: Target, drafter: Drafter, settings: list[RoundSett
     batch, context = settings[0].batch, settings[0].context
     most_nodes = max(setting.nodes for setting in settings)
     length = max(1, context - MOST_ROUNDS // 2) + MOST_ROUNDS + most_nodes + 2
+    # all read the same text: one cache serves them, as warm as it would be alone
+    cache = SlotCache(batch, length + 2, most_nodes + 1)
     # texts repeat themselves, so that a lookup finds a draft, unless the trained drafter would then never be asked
     period = length if drafter.looks_up_first else most_nodes + 1
     pieces = torch.randint(target.vocab_size, (batch, period), generator=torch.Generator().manual_seed(0))
     texts = pieces.repeat(1, -(-length // period))[:, :length].tolist()
-    plain, cache = load_drafter("none", target), None
+    plain = load_drafter("none", target)
     generations = []
     for setting in settings:
         drafts_with = drafter if setting.draft_length else plain
         num_rounds = setting.visit.rounds * MOST_VISITS
         engine = ForcedBatchEngine(target, drafts_with, setting.shape, texts, num_rounds, cache)
-        cache = engine.cache  # all read the same text: one cache serves them, as warm as it would be alone
         start = max(1, context - num_rounds // 2)
         generations.append(start_forced(engine, [text[:start] for text in texts]))
     return generations

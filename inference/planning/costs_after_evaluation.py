@@ -12,6 +12,7 @@ from draftsmith.inference.planning.cost_measurement import (
 )
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import Drafter, Target
+from draftsmith.models.sampling.trees import Chain
 
 MOST_SECONDS = 30.0
 
@@ -27,12 +28,12 @@ def costs_beside(
 ) -> Costs | None:
     """Measure costs up to the batch size, draft length and tree of measured rows, in about `seconds` at most.
 
-    `on_progress` gets the share of the work that is done. Returns None where nothing was drafted, where the target's
-    context is too short, and where the time is too short for the least number of rounds, each as slow as in the slowest
-    of the rows.
+    `on_progress` gets the share of the work that is done. Returns None where nothing was drafted, where drafts have a
+    shape of their own, where the target's context is too short, and where the time is too short for the least number of
+    rounds, each as slow as in the slowest of the rows.
     """
     drafted = [row for row in rows if row.acceptance.num_drafts]
-    if not drafted:
+    if not drafted or not isinstance(drafter.own_shape(1), Chain):
         return None
     longest = max(row.setting.draft_length for row in drafted)
     nodes = max(row.setting.tree_nodes or 0 for row in drafted)

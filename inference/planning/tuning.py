@@ -92,7 +92,7 @@ def tune(
     """Measure acceptance at the longest draft length, then costs; return the best draft for each of some batch sizes.
 
     The batch sizes rise, and costs are measured for about `cost_seconds`. Raises `UserError` where no answer is longer
-    than a token.
+    than a token, and where the target's context is too short to measure costs.
     """
     longest = min(LONGEST, drafter.max_draft_length or LONGEST)
     decoded = decode(target, drafter, prompts, replace(settings, draft=longest))

@@ -37,7 +37,7 @@ class ForcedBatchEngine(BatchEngine):
         num_rounds: int,
         cache: SlotCache | None = None,
     ) -> None:
-        """`cache`: that of another engine which follows the same texts; it then serves this engine, too."""
+        """`cache`: one with room for this draft, which other engines that follow the same texts use, too."""
         longest = max(map(len, texts))
         settings = GenerationSettings(max_new_tokens=num_rounds + 1, shape=shape, stop_at_eos=False)
         num_slots = cache.num_slots if cache else longest + shape.num_nodes + 2

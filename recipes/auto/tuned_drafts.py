@@ -6,6 +6,7 @@ from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning.tuning import tune
 from draftsmith.models import Drafter, Target
+from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.recipes.pages.tables import draft_text
 
@@ -31,9 +32,13 @@ def tuned_drafts(
 ) -> TunedDrafts:
     """Return what is predicted to beat chains on some prompts, at the batch size and temperature of the settings.
 
-    Costs are measured for about `cost_seconds`, with trees.
+    Costs are measured for about `cost_seconds`, with trees. Nothing is tried where that cannot be done, as on a target
+    of a short context: the text then says why.
     """
-    tuning, _ = tune(target, drafter, name, prompts, settings, [settings.batch_size], cost_seconds)
+    try:
+        tuning, _ = tune(target, drafter, name, prompts, settings, [settings.batch_size], cost_seconds)
+    except UserError as error:
+        return TunedDrafts(f"{name}: neither a tree nor chains that end by confidence were tried: {error}")
     chain, *others = tuning.predicted
     if not others:
         return TunedDrafts(f"{name}: {NONE_BETTER}")

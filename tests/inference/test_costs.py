@@ -163,8 +163,10 @@ def test_measured_costs_on_a_tiny_target(kind: str, tiny_target: Target) -> None
     assert any(row.tree for row in costs.fitted_on) == (kind != "ngram")
     assert 0 < costs.plain(1, 16) < costs.round(3, 2, 16)
     assert from_json(Costs, to_json(costs)) == costs
-    with pytest.raises(UserError, match="context"):
+    with pytest.raises(UserError, match="context 128: measuring needs 104 tokens beyond it.*give at most 24"):
         measure_costs(tiny_target, new_drafter(kind, tiny_target), CostRange(context=tiny_target.context))
+    with pytest.raises(UserError, match="needs 136 tokens beyond a request's own.*is 128: give shorter drafts"):
+        measure_costs(tiny_target, new_drafter(kind, tiny_target), CostRange(context=-8, tree_nodes=32))
 
 
 def test_the_model_of_costs_knows_chains_and_given_trees_only(tiny_target: Target) -> None:
@@ -172,6 +174,20 @@ def test_the_model_of_costs_knows_chains_and_given_trees_only(tiny_target: Targe
         UserError, match="lookahead drafts in a shape of its own.*measure it with `draftsmith evaluate`"
     ):
         measure_costs(tiny_target, load_drafter("lookahead", tiny_target), CostRange(batch=1, context=16))
+
+
+def test_trees_are_as_large_as_ranks_and_depth_allow(tiny_target: Target) -> None:
+    """Eight children of each of nine nodes: of the 100 that an evaluated tree of two levels may have, 72."""
+    fitted, _ = CostRange(draft_length=2, tree_nodes=100).settings(new_drafter("eagle3", tiny_target))
+    assert {setting.nodes for setting in fitted if setting.tree} == {4, 16, 64}
+
+
+def test_one_cache_has_room_for_the_largest_draft(tiny_target: Target) -> None:
+    """A recorded round cannot make more, where states wait in columns."""
+    settings = [RoundSetting(length, 1, 32) for length in (0, 1, 3)]
+    generations = start_generations(tiny_target, new_drafter("medusa", tiny_target), settings)
+    assert [generation.engine.cache.states.num_columns for generation in generations] == [4, 4, 4]
+    assert len({id(generation.engine.cache) for generation in generations}) == 1
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model", "hydra", "dspark"])
@@ -352,6 +368,7 @@ def test_costs_beside_an_evaluation_take_the_time_that_there_is(tiny_target: Tar
     assert costs_beside(tiny_target, ngram, "n", rows, prompts, 0.61) is None
     undrafted = replace(rows[0], acceptance=Stats(4))
     assert costs_beside(tiny_target, ngram, "n", [undrafted], prompts, 9.0) is None
+    assert costs_beside(tiny_target, load_drafter("lookahead", tiny_target), "l", rows, prompts, 9.0) is None
     costs = costs_beside(tiny_target, ngram, "n", rows, prompts, 0.64)
     assert costs is not None
     assert {(row.batch, row.context) for row in costs.fitted_on} == {(1, 1), (1, 10)}

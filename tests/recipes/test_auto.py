@@ -538,6 +538,10 @@ def test_what_is_measured_at_the_end_is_measured_at_smaller_batches_too(
     assert {evaluation.drafter_kind for evaluation in found.values()} == {"medusa", "cascade", "ngram", "suffix"}
     for evaluation in found.values():
         assert {row.setting.batch_size for row in evaluation.results} == {1, 2, 3}
+    tuned = read_sealed(AutoState, settings.out / "auto.json", "").tuned
+    assert tuned
+    assert not tuned.drafts
+    assert "were tried: measuring costs needs" in tuned.text  # more tokens than this target's context has
 
 
 def test_other_drafts_of_the_winner_are_measured_where_they_are_predicted_to_pay(

@@ -1,6 +1,7 @@
 """`draftsmith plan` and `draftsmith tune`: what they write, what they say, what they refuse."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,16 @@ def test_too_small_numbers(words: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_choice_is_fitted_on_other_prompts(
-    tiny_target: Target, tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_target_dir: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), tiny_target)
+    target_dir = make_target_dir(max_position_embeddings=256)  # costs cannot be measured in 128
+    target = Target.from_pretrained(target_dir, "cpu")
+    drafter = DRAFTERS["medusa"].from_target(DRAFTERS["medusa"].config_class(kind="medusa"), target)
     save_drafter(drafter, tmp_path / "medusa")
     (tmp_path / "fit.txt").write_text("heat the iron\nheats it again, and\n")
     (tmp_path / "held_out.txt").write_text("return [iron.hit()\nThe smith\n")
     out = tmp_path / "out"
-    command = f"tune --target {tiny_target_dir} --device cpu --drafter {tmp_path}/medusa --out {out}"
+    command = f"tune --target {target_dir} --device cpu --drafter {tmp_path}/medusa --out {out}"
     command += f" --max-new-tokens 12 --repeats 1 --prompts {tmp_path}/held_out.txt --fit-prompts {tmp_path}/"
     assert main([*(command + "fit.txt").split()]) == 0
     choice = json.loads((out / "choice.json").read_text())
