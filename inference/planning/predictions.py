@@ -4,6 +4,7 @@ What is predicted is the time of the rounds. Reading the prompts takes as long a
 without it: no cost of a round tells it, and it is part of the speedup.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -37,17 +38,17 @@ def predicted_speedup(row: Result, costs: Costs) -> float | None:
     setting, counts = row.setting, row.acceptance
     if not counts.num_drafts or not is_known(row, costs):
         return None
+    requests, size = row.requests or [], setting.batch_size
+    batches = [requests[start : start + size] for start in range(0, len(requests), size)]
     chances = DraftChances.of(counts)
-    if setting.schedule is not None:  # it tells of each round how long the draft is
-        chances = replace(chances, continued=1.0)
+    if isinstance(setting.schedule, Schedule):  # it tells of each round how long the draft is, if there is one
+        num_asked = sum(num_rounds_to_draft(batch, setting.schedule) for batch in batches) or counts.num_rounds
+        chances = DraftChances(min(1.0, counts.num_drafts / num_asked))
     fitted = costs.drafting_with(chances)
-    if not row.requests:
+    if not requests:
         place = setting.draft_length, setting.batch_size, context_of(row, costs), setting.tree_nodes
         return fitted.speedup(row.tokens_a_round, *place)
     shape = setting.schedule if isinstance(setting.schedule, Schedule) else setting.draft_length
-    batches = [
-        row.requests[start : start + setting.batch_size] for start in range(0, len(row.requests), setting.batch_size)
-    ]
     drafted, plain = 0.0, 0.0
     for batch in batches:
         own, beside = (
@@ -57,6 +58,12 @@ def predicted_speedup(row: Result, costs: Costs) -> float | None:
         drafted += batch_milliseconds(fitted, shape, own, costs.drops_columns, setting.tree_nodes)
         plain += batch_milliseconds(costs, 0, beside, costs.drops_columns)
     return whole_speedup(row, plain / drafted) if drafted and plain else None
+
+
+def num_rounds_to_draft(batch: Sequence[RequestCounts], schedule: Schedule) -> int:
+    """Return the rounds of a batch's requests that the schedule does not make plain."""
+    running = [sum(one.num_rounds > number for one in batch) for number in range(max(one.num_rounds for one in batch))]
+    return sum(size for size in running if schedule.draft_length(size))
 
 
 def is_known(row: Result, costs: Costs) -> bool:

@@ -272,7 +272,7 @@ def test_a_clock_of_known_costs_gives_the_predicted_speedup(
 
     texts = ["iron", "The smith", "def", "strikes the iron", "heats"]
     prompts = PromptSet("p", [tiny_target.encode(text) for text in texts])
-    for batch, drafts in ((1, 2), (2, 3), (3, Schedule(((1, 2), (2, 1))))):
+    for batch, drafts in ((1, 2), (2, 3), (3, Schedule(((1, 2), (2, 1)))), (3, Schedule(((1, 1), (3, 0))))):
         longest = drafts if isinstance(drafts, int) else drafts.longest
         settings = MeasureSettings(batch_size=batch, draft=drafts, max_new_tokens=30, repeats=1, synthetic_rates=rates)
         settings = replace(settings, verification_mode="synthetic", synthetic_rates=(0.7,) * longest)
