@@ -14,6 +14,7 @@ from draftsmith.inference.measuring.results import Interval, Percentiles
 from draftsmith.inference.measuring.speed import percentiles
 from draftsmith.inference.traffic.requests import Load
 from draftsmith.inference.traffic.serving import Answer, ServedRun, Step
+from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Natural, NonNegative, Positive
 
 OFF, ON, SCHEDULED = "off", "on", "scheduled"  # contenders; those that read prompts in chunks have a name behind it
@@ -122,7 +123,7 @@ def counted_part(run: ServedRun, load: Load) -> CountedPart:
     answers = run.answers[max(num_clients, int(len(run.answers) * WARM_UP_SHARE)) :]
     end = answers[-1].arrived
     if load.mode == "concurrency":
-        end = min(answer.finished for answer in answers if answer.finished > end)
+        end = min(answer.finished for answer in run.answers if answer.finished > end)
     return CountedPart(run, answers, answers[0].arrived, end)
 
 
@@ -130,16 +131,19 @@ def stage_result(load: Load, contender: str, runs: list[ServedRun], sla: Sla) ->
     """Pool the repeats of a stage.
 
     The rate of requests is that of arrivals in the time that counts. In an open test the last request arrives at the
-    end of that time, so that n requests have n - 1 gaps.
+    end of that time, so that n requests have n - 1 gaps. Raises `UserError` where no answer is longer than a token.
     """
     parts = [counted_part(run, load) for run in runs]
     answers = [answer for part in parts for answer in part.answers]
+    tpots = tpots_ms(answers)
+    if not tpots:
+        raise UserError("every answer ended with its first token, which leaves nothing to measure: give other prompts")
     seconds = sum(part.seconds for part in parts)
     requests_per_second = sum(part.num_arrivals for part in parts) / seconds
     share = sla_share(answers, sla)
     stats = total_of([run.stats for run in runs])
     ttft_ms = percentiles([answer.ttft * 1000 for answer in answers])
-    tpot_ms = percentiles(tpots_ms(answers))
+    tpot_ms = percentiles(tpots)
     return StageResult(
         mode=load.mode,
         load=load.value,

@@ -190,6 +190,20 @@ def test_what_a_stage_shows() -> None:
     assert (shown.mean_acceptance_length, shown.mean_draft_length) == (2.5, 1.0)
 
 
+def test_a_request_of_the_warm_up_may_end_the_time_that_counts() -> None:
+    """Of two clients the one that is still answered its first request has none left when the last one arrives."""
+    times = [(0.0, 7.0), (0.0, 2.0), (2.0, 4.0), (4.0, 6.0), (6.0, 12.0)]
+    answers = [Answer(arrived, arrived, arrived + 1, finished, [0, 0], 1) for arrived, finished in times]
+    run = ServedRun(answers, [Step(2.0, 7.0, 4, 2)], Stats(2))
+    assert stage_result(Load("concurrency", 2), "on", [run], Sla()).seconds == 5
+
+
+def test_answers_of_one_token_are_one_line() -> None:
+    run = ServedRun([answer(float(i), 0.1, 0.2, 0.01, 1) for i in range(10)], [Step(0.0, 9.0, 11, 2)], Stats(2))
+    with pytest.raises(UserError, match="every answer ended with its first token"):
+        stage_result(Load("rate", 1.0), "on", [run], Sla())
+
+
 @pytest.mark.parametrize(
     ("num_counted", "text"), [(19, "9.5/–/–"), (20, "9.5/20/–"), (99, "9.5/20/–"), (100, "9.5/20/30")]
 )
