@@ -205,9 +205,10 @@ def synthetic(
     uniforms [B, D]. The next token is the target's likeliest. logits [B, T, V], tokens and parents [B, N].
     """
     (batch, num_nodes), parents = tokens.shape, parents_or_chain(parents, tokens)
-    first_child = torch.zeros(batch, num_nodes + 1, dtype=torch.int64, device=tokens.device)
+    above = (parents + 1).masked_fill(tokens < 0, num_nodes + 1)  # [B, N], a column that nobody reads for NO_TOKEN
+    first_child = torch.zeros(batch, num_nodes + 2, dtype=torch.int64, device=tokens.device)
     for node in range(num_nodes - 1, -1, -1):  # the first child writes last; 0 where a column has none
-        first_child.scatter_(1, parents[:, node, None] + 1, node + 1)
+        first_child.scatter_(1, above[:, node, None], node + 1)
     accepts = (uniforms < rates).long().cumprod(1).bool()  # [B, D]
     column = torch.zeros(batch, 1, dtype=torch.int64, device=tokens.device)
     num_accepted = torch.zeros_like(column)

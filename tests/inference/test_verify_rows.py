@@ -317,6 +317,16 @@ def test_typical_acceptance_prefers_depth_then_likelihood() -> None:
     assert strict.path[0, : strict.num_accepted].tolist() == [2]
 
 
+def test_synthetic_acceptance_takes_no_node_without_a_token() -> None:
+    """A draft that a lookup found one token for, and a tree whose first child is empty, at rates of 1."""
+    logits, coins = torch.randn(1, 4, V), torch.full((1, 3), 0.5)
+    for tokens, parents, path in (([5, NO_TOKEN, NO_TOKEN], [-1, 0, 1], [1]), ([NO_TOKEN, 5, 6], [-1, -1, 1], [2, 3])):
+        columns = torch.tensor([tokens]), torch.tensor([parents])
+        verified = acceptance_rules.synthetic(logits, *columns, 3, torch.ones(3), coins)
+        assert verified.num_accepted.tolist() == [len(path)]
+        assert verified.path[0, : len(path)].tolist() == path
+
+
 @pytest.mark.parametrize("mode", RULES)
 def test_finished_rows_may_hold_anything_finite(mode: str) -> None:
     """They give ids in range, and their neighbours the same as without them."""
