@@ -1,6 +1,6 @@
 """Texts that a drafter and its target write together, round by round, to be read in a report.
 
-Shapes: B rows (here 1), N drafted tokens of a chain, V vocabulary.
+Shapes: B rows (here 1), N drafted tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from draftsmith.inference.verification.acceptance_rules import Verified
 from draftsmith.models import Drafter, Target
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft
 from draftsmith.models.sampling.drawing import cut
+from draftsmith.models.sampling.trees import parents_or_chain
 
 NUM_TEXTS, MAX_NEW_TOKENS = 3, 96
 
@@ -70,11 +71,12 @@ class WatchedEngine(BatchEngine):
     def _accept(self, state: DecodingState, logits: Tensor, draft: Draft) -> Verified:
         sampling = self.settings.sampling
         ids = draft.tokens[0]  # [N]
-        behind = logits[0, : len(ids)]  # [N, V]
+        columns = parents_or_chain(draft.parents, draft.tokens)[0] + 1  # [N] of the parents, which tokens stand behind
+        behind = logits[0, columns]  # [N, V]
         p = _of_tokens(behind.float() if sampling.greedy else cut(behind, sampling), ids)
         q: list[float | None] = [None] * len(ids)
         if draft.logits is not None:
-            q = [*_of_tokens(draft.logits[0], ids)]
+            q = [*_of_tokens(draft.logits[0, columns], ids)]
         self.drafted = [drafted for drafted in zip(ids.tolist(), p, q, strict=True) if drafted[0] != NO_TOKEN]
         return super()._accept(state, logits, draft)
 
@@ -87,7 +89,7 @@ def _of_tokens(logits: Tensor, token_ids: Tensor) -> list[float]:
 def sample_texts(
     target: Target, drafter: Drafter, name: str, prompts: PromptSet, grid: Sequence[MeasureSettings]
 ) -> list[SampleText]:
-    """Return answers to the first prompts, each at the next temperature of the grid, by chains.
+    """Return answers to the first prompts, each at the next temperature of the grid, by chains or drafters' own shapes.
 
     There are none without a tokenizer.
     """

@@ -29,7 +29,7 @@ from draftsmith.inference.measuring.speed import bootstrap_ratio
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
-from draftsmith.models.sampling.trees import Chain
+from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.training_free.no_drafter import NoDrafter, NoneConfig
 
@@ -385,3 +385,23 @@ def test_sample_texts_show_what_was_drafted(temperature: float, tiny_target_dir:
     followed = texts[1 if temperature else 0]
     assert "".join(round.text for round in followed.rounds) == target.tokenizer.decode(ids[len(prompt) :])
     assert all(len(round.drafted) == 3 >= round.num_accepted for round in followed.rounds[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_of_a_tree_are_shown_behind_their_parents(temperature: float, tiny_target_dir: Path) -> None:
+    """As lookahead drafts them: they had the probabilities of other nodes' children."""
+    target = Target.from_pretrained(tiny_target_dir, "cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    drafter, tree, prompt = build("medusa", target), StaticTree(((0,), (1,), (0, 0), (1, 0))), target.encode("heat")
+    mode: VerificationMode = "without_replacement" if temperature else "greedy"
+    settings = resolve_settings(drafter, Sampling(temperature), 6, tree, mode)
+    engine = WatchedEngine(target, drafter, settings, 128)
+    generation = Generation(engine, [prompt], lag=0)
+    ids = prompt + generation.step()[0].token_ids
+    while generation.running():
+        (emission,) = generation.step()
+        for path, (_, p, _) in zip(tree.choices, engine.drafted, strict=True):
+            tokens = [engine.drafted[tree.choices.index(path[: i + 1])][0] for i in range(len(path))]
+            scores = model(torch.tensor([ids + tokens])).logits[0, -2].float()
+            assert p == pytest.approx(float((scores / (temperature or 1)).softmax(-1)[tokens[-1]]), abs=1e-5)
+        ids += emission.token_ids
