@@ -138,6 +138,17 @@ def test_a_longer_run_goes_on_from_before_the_decay(short: Path, base: dict[str,
     assert names == ["decayed-step-000004", "step-000002", "step-000004", "step-000008"]
 
 
+def test_a_run_is_made_longer_twice(short: Path, base: dict[str, Any], tmp_path: Path) -> None:
+    """Step 4 lies behind where each of the two ends begins to fall, and is set aside each time."""
+    shutil.copytree(short, tmp_path / "run")
+    for steps in (6, 8):
+        run = {"steps": steps, "checkpoint_every": 4}
+        longer = train(make_config("medusa", base, tmp_path / "run", optimizer=LATE, run=run))
+    names = sorted(path.name for path in (longer / "checkpoints").iterdir())
+    aside = ["decayed-step-000004", "decayed-step-000006"]
+    assert names == [*aside, "step-000002", "step-000003", "step-000004", "step-000008"]
+
+
 def test_a_run_without_a_state_from_before_the_decay_is_refused(
     short: Path, base: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from draftsmith.models.storage.typed_json import to_json
 from draftsmith.models.target.identity import identity
 from draftsmith.train.config import DataConfig, EvaluationConfig, RunConfig, TrainConfig, contents, dump
 from draftsmith.train.process.faults import failing_together
-from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, resumable, rotate
+from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints, remove, resumable, rotate
 from draftsmith.train.run_folder.learning_curve import learning_curve
 from draftsmith.train.run_folder.stored_run import StoredRun, read_config
 
@@ -114,7 +114,9 @@ def set_decayed_aside(run: Path, num_steps: int, config: TrainConfig) -> None:
         )
     for checkpoint in checkpoints(run):
         if checkpoint_step(checkpoint) > first:
-            checkpoint.rename(checkpoint.with_name(f"decayed-{checkpoint.name}"))
+            aside = checkpoint.with_name(f"decayed-{checkpoint.name}")
+            remove(aside)  # of an earlier end, where the run was made longer before
+            checkpoint.rename(aside)
     link_best(run)
     notice(
         f"{run} goes on to step {config.run.steps} from {early[-1].name}, before its learning rate fell; the "
