@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> Path:
         locked(Path(config.run.dir)),
     ):
         setup = set_up(config)
-        folder = open_run(config, setup.target, setup.accelerator)
+        folder = open_run(config, setup.target, setup.plan.row_length, setup.accelerator)
         training = TrainingRun(config, setup, folder, stages, stop)
         try:
             training.train()

@@ -32,7 +32,7 @@ from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.hardware.layouts import make_accelerator
+from draftsmith.train.hardware.layouts import layout_of, make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.inputs.features import check_images, load_target, open_store
@@ -61,6 +61,8 @@ def set_up(config: TrainConfig) -> Setup:
     """Load target and data, and build the drafter. Raises `UserError` for whatever does not fit together."""
     accelerator = make_accelerator(config)
     check_placement(config, accelerator)
+    if config.data.on_policy_share:
+        check_writes_alone(layout_of(accelerator))
     teams = Teams.of(config, accelerator)
     if config.run.compile:
         check_compiles(accelerator.device)
@@ -98,6 +100,15 @@ def set_up(config: TrainConfig) -> Setup:
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
     return Setup(accelerator, teams, target, drafter, plan, store, prompts, on_policy)
+
+
+def check_writes_alone(layout: str) -> None:
+    """Refuse data.on_policy_share where processes put the drafter's weights together: each decodes by itself."""
+    if layout in ("FSDP2", "ZeRO-3"):
+        raise UserError(
+            f"data.on_policy_share: the drafter writes text by weights that are whole, and {layout} holds them in "
+            "pieces: start with recipes/launch/ddp.yaml or zero2.yaml, or leave it out"
+        )
 
 
 def check_compiles(device: torch.device) -> None:

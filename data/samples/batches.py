@@ -55,6 +55,11 @@ class BatchPlan:
             )
         self._epoch_order: tuple[int, list[list[int]]] | None = None
 
+    @property
+    def row_length(self) -> int:
+        """The most tokens of a row: what training reads hangs on it, and not on how rows make micro-batches."""
+        return self.max_length if self.packing else max(self.lengths)
+
     def indices(self, step: int) -> list[int]:
         """Return the samples of a step, counted from 0 over all epochs; every epoch is shuffled anew."""
         epoch, offset = divmod(step, self.steps_per_epoch)

@@ -57,7 +57,7 @@ LOAD_TEST_FLAGS = (
 # What helps where memory was short.
 LESS_WORK = "give a smaller --batch-size or fewer --max-new-tokens"
 LESS_MEMORY = {
-    "train": "lower data.tokens_per_micro_batch (also below data.max_length, which you lower with it)",
+    "train": "lower data.tokens_per_micro_batch (below the longest row, with data.max_length, it is another run)",
     "load-test": "give less --concurrency or --max-batch, or fewer --max-new-tokens",
     "replay": "give fewer --num-prompts or --max-new-tokens",
     "generate": "give fewer --max-new-tokens or a shorter prompt",

@@ -150,6 +150,7 @@ def test_mask_covers_exactly_what_the_target_wrote(max_length: int, packing: boo
     not at all.
     """
     plan = make_plan(max_length=max_length, packing=packing)
+    assert plan.row_length == (max_length if packing else min(max_length, plan.samples.lengths.max()))
     with_answers = [i for i, sample in enumerate(plan.samples) if sample.spans[0].start < max_length]
     assert plan.trained == with_answers
     for step in range(plan.steps_per_epoch):

@@ -19,7 +19,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.forward import run_causal
 from draftsmith.recipes.configs.recipes import RECIPES
-from draftsmith.train import train
+from draftsmith.train import setup, train
 from draftsmith.train.config import DataConfig, resolve
 from draftsmith.train.evaluation.evaluate import what_training_brought
 from draftsmith.train.inputs.on_policy import OnPolicy
@@ -135,6 +135,18 @@ def test_the_share_of_on_policy_steps_rises(tiny_target: Target) -> None:
     assert due[2000:].mean() == pytest.approx(0.5, abs=0.04)
     with pytest.raises(UserError, match="write no text"):
         OnPolicy(Medusa.from_target(MedusaConfig(), tiny_target), config, 10, 0)
+
+
+@pytest.mark.parametrize("layout", ["FSDP2", "ZeRO-3"])
+def test_on_policy_text_is_refused_from_a_drafter_in_pieces(
+    layout: str, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded."""
+    monkeypatch.setattr(setup, "layout_of", lambda _: layout)
+    words = [f"target={tiny_target_dir}", "data.samples=none", "data.on_policy_share=1", "run.device=cpu"]
+    config = resolve(RECIPES["draft_model"](), None, [*words, f"run.dir={tmp_path}"])
+    with pytest.raises(UserError, match=f"data.on_policy_share: .* {layout} holds .* recipes/launch/ddp.yaml or zero2"):
+        setup.set_up(config)
 
 
 def test_training_is_measured_against_the_untrained_model(

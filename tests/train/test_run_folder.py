@@ -28,7 +28,7 @@ def begun(base: dict[str, Any], tiny_target: Target, tmp_path: Path) -> tuple[Pa
     """The folder of a run with a checkpoint, and what environment.json says."""
     (tmp_path / "run/checkpoints/step-000001").mkdir(parents=True)
     config = make_config("medusa", base, tmp_path / "run")
-    environment = environment_of(config, tiny_target)
+    environment = environment_of(config, tiny_target, 512)
     (tmp_path / "run/config.yaml").write_text(dump(config))
     (tmp_path / "run/environment.json").write_text(json.dumps(environment))
     return tmp_path / "run", environment
@@ -60,6 +60,18 @@ def test_a_target_is_its_weights_and_not_its_name(begun: Any, base: dict[str, An
     for key, name in (("target", "target_fingerprint"), ("data.samples", "data_hash")):
         with pytest.raises(UserError, match=f"the content of {key} .* -> another"):
             check_same_run(run, make_config("medusa", base, run), {**environment, name: "another"})
+
+
+def test_a_row_is_its_tokens_and_not_its_setting(begun: Any, base: dict[str, Any]) -> None:
+    """Less tokens a micro-batch than the longest sample cut it; a run of an older draftsmith does not tell its rows."""
+    run, environment = begun
+    check_same_run(run, make_config("medusa", base, run, data={"max_length": 600}), environment)
+    smaller = make_config("medusa", base, run, data={"tokens_per_micro_batch": 500})
+    with pytest.raises(UserError, match="the tokens of a row by data.max_length 512 -> 500"):
+        check_same_run(run, smaller, {**environment, "row_length": 500})
+    del environment["row_length"]
+    (run / "environment.json").write_text(json.dumps(environment))
+    check_same_run(run, smaller, {**environment, "row_length": 500})
 
 
 def test_a_run_goes_on_after_an_upgrade(begun: Any, base: dict[str, Any]) -> None:

@@ -35,9 +35,11 @@ CHANGEABLE = {
 }
 # Settings that name something whose content decides, however it is spelled, and its hash in environment.json.
 HASHES = {"target": "target_fingerprint", "data.samples": "data_hash", "init_from": "init_from_hash"}
+# Where it is not set, data.tokens_per_micro_batch has a say in the tokens of a row: they decide.
+HASHES["data.max_length"] = "row_length"
 
 
-def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> Path:
+def open_run(config: TrainConfig, target: Target, row_length: int, accelerator: Accelerator) -> Path:
     """Make or check the run's folder, and write config.yaml and environment.json into it.
 
     Raises `UserError`, on every rank, where it holds checkpoints of another config.
@@ -45,7 +47,7 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
     run = Path(config.run.dir)
     with failing_together():
         if accelerator.is_main_process:
-            environment = environment_of(config, target)
+            environment = environment_of(config, target, row_length)
             check_same_run(run, config, environment)
             with writing(run):
                 (run / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -54,10 +56,11 @@ def open_run(config: TrainConfig, target: Target, accelerator: Accelerator) -> P
     return run
 
 
-def environment_of(config: TrainConfig, target: Target) -> dict[str, Any]:
+def environment_of(config: TrainConfig, target: Target, row_length: int) -> dict[str, Any]:
     """Return the content of environment.json."""
     samples = Path(config.data.samples)
     content = {**identity(target), **to_json(environment(target)), "data_hash": data_hash(samples)}
+    content["row_length"] = row_length
     content["data_written_by"] = read_prepared(samples)["written_by"]
     if config.init_from is not None:
         content["init_from_hash"] = checkpoint_hash(config.init_from)
@@ -76,7 +79,8 @@ def check_same_run(run: Path, config: TrainConfig, environment: dict[str, Any]) 
         if before and now:
             changed.pop(key, None)
             if before != now:
-                changed[key] = f"the content of {key} {before} -> {now}"
+                what = "the tokens of a row by" if hash == "row_length" else "the content of"
+                changed[key] = f"{what} {key} {before} -> {now}"
     if "run.steps" in changed and is_extended(stored, config):
         del changed["run.steps"]
     if decisive := {key: text for key, text in changed.items() if key not in CHANGEABLE}:
