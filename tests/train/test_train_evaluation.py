@@ -85,6 +85,24 @@ def test_a_tight_share_is_kept_and_stated(base: dict[str, Any], tmp_path: Path) 
         assert all(sum(one["num_tokens"] for one in text["rounds"]) <= 4 for text in texts)
 
 
+def test_fewer_prompts_are_spread_over_all(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 prompts, which may be sorted by their domain, every second one."""
+    shares: list[list[int]] = []
+
+    def recorded(prompts: PromptSet, share: list[int]) -> PromptSet:
+        shares.append(share)
+        return subset(prompts, share)
+
+    monkeypatch.setattr(evaluate, "subset", recorded)
+    (tmp_path / "prompts.txt").write_text("".join(f"strike {i}\n" for i in range(16)))
+    evaluation = {"prompts": tmp_path / "prompts.txt", "max_new_tokens": 2, "time_share": 1e-6, "baselines": []}
+    run = {"steps": 1, "checkpoint_every": 1}
+    train(make_config("medusa", base, tmp_path / "run", run=run, evaluation=evaluation))
+    assert shares == [list(range(0, 16, 2))]
+
+
 def test_the_first_evaluation_is_done_in_full_where_there_is_time(
     base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

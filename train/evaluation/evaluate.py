@@ -47,7 +47,7 @@ from draftsmith.train.evaluation.by_engine import (
     loads_of,
     log_judged,
 )
-from draftsmith.train.evaluation.pooling import pool, share_of, subset
+from draftsmith.train.evaluation.pooling import pool, share_of, spread, subset
 from draftsmith.train.inputs.features import whole_target
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages
@@ -182,9 +182,10 @@ class Evaluator:
     def _measure_amount(self, checkpoint: Path, amount: Amount) -> Measured:
         """Measure so much on all processes. Raises `Stopped` where a signal came meanwhile."""
         num_ranks, size = self.accelerator.num_processes, self.config.evaluation.batch_size
-        shares = [share_of(amount.num_prompts, rank, num_ranks, size) for rank in range(num_ranks)]
+        places = spread(amount.num_prompts, len(self.prompts.token_ids))
+        shares = [[places[i] for i in share_of(len(places), rank, num_ranks, size)] for rank in range(num_ranks)]
         if self.config.evaluation.engine:  # which one process asks for all
-            shares = [list(range(amount.num_prompts)), *([] for _ in range(1, num_ranks))]
+            shares = [places, *([] for _ in range(1, num_ranks))]
         of_ranks = gather_object([self._measure_share(checkpoint, shares[self.accelerator.process_index], amount)])
         if any(of_rank.stopped for of_rank in of_ranks):
             raise Stopped(self.stop.received or signal.SIGTERM, checkpoint.name)
@@ -388,7 +389,10 @@ def log_evaluation(checkpoint: Path, tracker: Tracker) -> None:
 
 
 def what_training_brought(run: Path) -> str:
-    """Return a line on the best trained checkpoint beside the drafter before its first step, on the same prompts."""
+    """Return a line on the best trained checkpoint beside the drafter before its first step.
+
+    Both were measured on the same prompts, unless `evaluation.time_share` left some of them out.
+    """
     rows = compared_rows(run)
     if len(rows) < 2 or checkpoint_step(next(iter(rows))):
         return "what training brought is not known: its evaluations failed"

@@ -15,15 +15,19 @@ LEAST_TIMED = 8  # prompts, on the process that measures speed
 T = TypeVar("T")
 
 
+def spread(count: int, total: int) -> list[int]:
+    """Return so many of all places, spread evenly: prompts may be sorted by their domain."""
+    return [place * total // count for place in range(count)]
+
+
 def share_of(num_prompts: int, rank: int, num_ranks: int, batch_size: int = 1) -> list[int]:
     """Return the places of a rank's prompts, in the batches that a single process would make of them all.
 
-    Rank 0, whose speed is reported, has so many that it means something, spread evenly over all of them: prompts may be
-    sorted by their domain.
+    Rank 0, whose speed is reported, has so many that it means something, spread evenly over all of them.
     """
     batches = [list(range(i, min(i + batch_size, num_prompts))) for i in range(0, num_prompts, batch_size)]
     num_timed = min(len(batches), max(-(-LEAST_TIMED // batch_size), -(-len(batches) // num_ranks)))
-    timed = [i * len(batches) // num_timed for i in range(num_timed)]
+    timed = spread(num_timed, len(batches))
     others = sorted(set(range(len(batches))) - set(timed))
     own = others[rank - 1 :: num_ranks - 1] if rank else timed
     return [index for number in own for index in batches[number]]
