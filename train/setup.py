@@ -32,7 +32,7 @@ from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.hardware.layouts import layout_of, make_accelerator
+from draftsmith.train.hardware.layouts import IN_PIECES, layout_of, make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.inputs.features import check_images, load_target, open_store
@@ -104,7 +104,7 @@ def set_up(config: TrainConfig) -> Setup:
 
 def check_writes_alone(layout: str) -> None:
     """Refuse data.on_policy_share where processes put the drafter's weights together: each decodes by itself."""
-    if layout in ("FSDP2", "ZeRO-3"):
+    if layout in IN_PIECES:
         raise UserError(
             f"data.on_policy_share: the drafter writes text by weights that are whole, and {layout} holds them in "
             "pieces: start with recipes/launch/ddp.yaml or zero2.yaml, or leave it out"

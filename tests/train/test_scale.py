@@ -1,14 +1,16 @@
 """docs/scale.md says what the formulae give, and these are those that the start of a run prints."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from gpu_without_values import GPU, gpu_without_values, without_values
 from recipe_table import public_weights
-from scale_table import TARGETS, bytes_on_each, features_bytes, published_table, table, ways
+from scale_table import TARGETS, bytes_on_each, features_bytes, published_table, table, training_of, ways
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,8 +25,9 @@ from draftsmith.models.target.shape import target_weights
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
-from draftsmith.train.hardware import estimates
+from draftsmith.train.hardware import estimates, placement
 from draftsmith.train.hardware.estimates import LOGIT_COPIES, estimate, num_logits, num_trained
+from draftsmith.train.hardware.ways import memory_of
 from draftsmith.train.optimizer import inner_matrices, optimizer_of
 
 
@@ -46,6 +49,28 @@ def test_pieces_add_up_to_the_whole(name: str) -> None:
     for count in (8, 16):
         assert whole - bytes_on_each(name, count, "DDP", "sharded") == pytest.approx(layers * (7 / 8 - at_once))
     assert whole - bytes_on_each(name, 8, "DDP", "stored") == pytest.approx(layers)
+
+
+@pytest.mark.parametrize(
+    ("layout", "offloaded", "expected"),
+    [("FSDP2", False, 6), ("ZeRO-3", False, 6), ("ZeRO-3", True, 4), ("ZeRO-2", True, 4), ("DDP", False, 16)],
+)
+def test_a_drafter_takes_what_its_layout_leaves(
+    layout: str, offloaded: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes a weight on eight GPUs: in pieces, what is whole for a pass, too, at the start of a run as in a plan."""
+    monkeypatch.setattr(placement, "layout_of", lambda _: layout)
+    monkeypatch.setattr(placement, "is_offloaded", lambda _: offloaded)
+    accelerator: Any = SimpleNamespace(num_processes=8)
+    training = training_of("llama_3_1_8b", "H100", 8, 70_000, 800, 3)
+    needed = replace(training.needs("online"), drafter_bytes=16.0 * num_trained(training.drafter))  # as by AdamW
+    found = placement.drafter_bytes(accelerator, needed)
+    assert found == pytest.approx(expected * num_trained(training.drafter))
+    if layout == "FSDP2":
+        needed = training.needs("online")
+        layers = needed.layer_bytes * (1 / 8 + 3 / 32)
+        run = needed.ends_bytes + layers + placement.drafter_bytes(accelerator, needed) + needed.working_bytes
+        assert run == pytest.approx(memory_of(training, "online", "in pieces"))
 
 
 def test_features_of_a_sample() -> None:

@@ -63,6 +63,7 @@ class RunEstimate:
     ends_bytes: float  # of the target: embedding and head
     layer_bytes: float  # of the target
     drafter_bytes: float  # weights, gradients, optimiser
+    gathered_bytes: float  # of a drafter in pieces besides: its weights and gradients, whole for a pass
     working_bytes: float  # of one micro-batch
 
     @property
@@ -114,6 +115,7 @@ def estimate(
         ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
         layer_bytes=bytes_per_value * weights.weights_of_layers,
         drafter_bytes=TRAINED_BYTES * num_trained(drafter) - spared,
+        gathered_bytes=2 * bytes_per_value * num_trained(drafter),
         working_bytes=bytes_per_value * kept * config.data.tokens_per_micro_batch + logits,
     )
 

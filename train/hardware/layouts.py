@@ -23,6 +23,8 @@ from draftsmith.models.devices import default_dtype, pick_device
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.config import TrainConfig
 
+IN_PIECES = ("FSDP2", "ZeRO-3")  # layouts of the drafter's weights, which processes put together for each pass
+
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
@@ -75,11 +77,19 @@ def layout_of(accelerator: Accelerator) -> str:
     return "DDP" if accelerator.num_processes > 1 else "one process"
 
 
-def drafter_share(layout: str, num_devices: int) -> float:
+def drafter_share(layout: str, num_devices: int, offloaded: bool = False) -> float:
     """Return the part of fp32 weights, gradients and two moments, 4 + 4 + 8 bytes, that a device holds."""
-    if layout in ("FSDP2", "ZeRO-3"):
-        return 1 / num_devices
-    return 0.25 + 0.75 / num_devices if layout == "ZeRO-2" else 1.0
+    pieces = 0.0 if offloaded else 1 / num_devices
+    if layout in IN_PIECES:
+        return pieces
+    return 0.25 + 0.75 * pieces if layout == "ZeRO-2" else 1.0
+
+
+def is_offloaded(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed keeps the optimiser, and the weights that it moves, outside of the devices' memory."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return False
+    return accelerator.state.deepspeed_plugin.offload_optimizer_device != "none"
 
 
 def gather_as_one(accelerator: Accelerator, drafter: Drafter) -> None:

@@ -20,7 +20,7 @@ from draftsmith.models.target.pieces import processes_of_pieces
 from draftsmith.models.target.shape import target_weights, weights_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.hardware.estimates import RunEstimate, estimate, share_in_pieces
-from draftsmith.train.hardware.layouts import drafter_share, layout_of
+from draftsmith.train.hardware.layouts import IN_PIECES, drafter_share, is_offloaded, layout_of
 
 
 def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
@@ -100,6 +100,16 @@ def memory_needed(config: TrainConfig, device: torch.device, target: Target) -> 
     return estimate(config, target.config, 1, drafter, itemsize, on_gpu, weights)
 
 
+def drafter_bytes(accelerator: Accelerator, needed: RunEstimate) -> float:
+    """Return what the drafter and its optimiser take on each device, at the time when they take most.
+
+    One in pieces is whole before it is divided, in fp32: no more than its weights and gradients in a pass.
+    """
+    layout = layout_of(accelerator)
+    share = drafter_share(layout, accelerator.num_processes, is_offloaded(accelerator))
+    return needed.drafter_bytes * share + (needed.gathered_bytes if layout in IN_PIECES else 0.0)
+
+
 @dataclass(frozen=True)
 class Placement:
     """Bytes that lie on a device."""
@@ -143,7 +153,7 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
     placement = Placement(
         f"{num_ranks} x {accelerator.device.type}, {layout}, target {target_placement}{of_devices}{of_text}",
         needed.ends_bytes + layer_bytes * shares[0],
-        needed.drafter_bytes * drafter_share(layout, num_ranks),
+        drafter_bytes(accelerator, needed),
         needed.working_bytes,
         free_bytes(config, accelerator),
         layer_bytes * max(shares[1:], default=0.0),

@@ -322,8 +322,8 @@ def memory_of(training: Training, features: Features, placement: Placement) -> f
     needs, count = training.needs("online"), training.num_gpus
     drafter = needs.drafter_bytes
     pieces = needs.layer_bytes * share_in_pieces(training.num_pieces(placement), training.target.layers)
-    if placement.startswith("in pieces"):  # the drafter, too, whose weights and gradients are whole for a pass, in bf16
-        drafter = drafter / count + 2 * STATE_BYTES * num_trained(training.drafter)
+    if placement.startswith("in pieces"):  # the drafter, too
+        drafter = drafter / count + needs.gathered_bytes
     own = needs.ends_bytes + drafter
     beside = own + (needs.working_bytes if features == "online" else 0.0)
     with_layers = {
