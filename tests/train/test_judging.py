@@ -24,20 +24,23 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, length_interval, total_of
 from draftsmith.inference.measuring.judged import Judge, JudgedResult, JudgedSetting, JudgedSpeed
 from draftsmith.inference.measuring.measure import PromptSet
-from draftsmith.inference.measuring.results import read_evaluation, write_evaluation
+from draftsmith.inference.measuring.results import EvaluationCost, read_evaluation, write_evaluation
 from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.engine.answers import RequestSettings, ServerRun, stats_by_batch
 from draftsmith.train.engine.judging import ENGINE, EngineJudge, JudgeSettings
 from draftsmith.train.engine.sglang_counters import SglangInfo, counters_of
 from draftsmith.train.engine.vllm_counters import Counters
 from draftsmith.train.evaluation.budget import checkpoints_without_gain
+from draftsmith.train.evaluation.by_engine import log_judged
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.run_folder.run_folder import best_measured, compared_rows, link_best
+from draftsmith.train.run_folder.tracking import Tracker, read_metrics
 
 LOAD = RequestSettings(Sampling(), batch_size=1, repeats=1)
 NUM_NEW_TOKENS = 8
@@ -406,6 +409,20 @@ def test_an_evaluation_holds_rows_of_one_judge(tmp_path: Path) -> None:
 
 
 # --- in a run
+
+
+def test_a_resumed_run_logs_its_last_evaluation_once(tmp_path: Path) -> None:
+    """Without a plain server beside there is no speedup; its speed is not that of training."""
+    config, row = RECIPES["medusa"](), judged_row(30)
+    alone = replace(row, speed=replace(row.speed, speedup=None, baseline_tokens_per_second=None))
+    tracker = Tracker(config, tmp_path, 0)
+    tracker.log(4, {"loss": 1.0, "tokens_per_second": 900.0})
+    log_judged(tmp_path / checkpoint_name(4), alone, EvaluationCost(1.0, 2.0, 16, 1, 0.2), tracker)
+    trained, judged = read_metrics(tmp_path)
+    assert judged["engine_tokens_per_second"] == 100
+    assert judged.keys() & trained.keys() == {"step"}
+    Tracker(config, tmp_path, 4)  # which logs the evaluation anew
+    assert read_metrics(tmp_path) == [trained]
 
 
 @pytest.fixture(scope="module")

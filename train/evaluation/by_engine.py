@@ -98,7 +98,7 @@ def log_judged(checkpoint: Path, row: JudgedResult, cost: EvaluationCost, tracke
     acceptance, speed, interval = row.acceptance, row.speed, row.mean_acceptance_length_ci95
     metrics = {
         "acceptance_length": acceptance.mean_acceptance_length,
-        "tokens_per_second": speed.tokens_per_second,
+        "engine_tokens_per_second": speed.tokens_per_second,
         **({"speedup": speed.speedup} if speed.speedup else {}),
         "evaluation_seconds": cost.seconds,
     }

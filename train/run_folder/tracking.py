@@ -12,7 +12,7 @@ from draftsmith.models.storage.reading import parse_json, read_text
 from draftsmith.train.config import TrainConfig, contents
 
 METRICS = "metrics.jsonl"
-EVALUATION_KEYS = {"speedup", "evaluation_failed", "stopped_early"}  # each marks a line of an evaluation
+EVALUATION_KEYS = {"evaluation_seconds", "stopped_early"}  # each marks a line of an evaluation
 
 
 class Tracker:
