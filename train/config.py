@@ -118,6 +118,11 @@ class EvaluationConfig:
     # Servers of the same target beside it, as NAME=URL: none=URL drafts nothing, others such as ngram=URL do.
     engine_beside: list[Name] = field(default_factory=list)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether draftsmith's own decoder measures, with the whole target."""
+        return self.prompts is not None and self.engine is None
+
 
 @dataclass
 class RunConfig:

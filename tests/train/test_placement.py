@@ -7,6 +7,7 @@ run on processes of a CPU that it takes for them (as_gpus.py): the same code but
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -389,6 +390,43 @@ def test_what_cannot_fit_is_refused(base: dict[str, Any], tmp_path: Path, monkey
     monkeypatch.setattr("draftsmith.train.hardware.placement.psutil.virtual_memory", memory)
     with pytest.raises(UserError, match=r"do not fit .* of 100 kB that are free\): data.features=stored"):
         train(make_config("eagle3", base, tmp_path, run=RUN))
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ("stored", "let an engine measure by evaluation.engine=URL, or leave out evaluation.prompts, or take more"),
+        ("online", "let an engine measure by evaluation.engine=URL, or leave out evaluation.prompts; then data.feat"),
+    ],
+)
+def test_an_evaluation_that_decodes_takes_the_whole_target(
+    features: str, told: str, base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where features are stored, and training has its ends alone: these then lie there a second time."""
+    accelerator = Accelerator(cpu=True)
+    config = make_config("eagle3", {**base, "data.features": features}, tmp_path)
+    target = Target.without_weights(config.target)
+    needed = memory_needed(config, accelerator.device, target)
+    assert placement.place(config, accelerator, target).target == needed.ends_bytes + needed.layer_bytes * (
+        features == "online"
+    )
+    config.evaluation.prompts = "prompts.txt"
+    ends = 1 if features == "online" else 2
+    assert placement.place(config, accelerator, target).target == ends * needed.ends_bytes + needed.layer_bytes
+    monkeypatch.setattr(placement, "free_bytes", lambda *_: 100.0)
+    with pytest.raises(UserError, match=re.escape(told)):
+        placement.place(config, accelerator, target)
+
+
+def test_the_own_gpu_is_the_one_that_was_asked_for(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process has "cuda" for its device, without an index, and run.device=cuda:1 makes that the current one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    config = make_config("eagle3", {**base, "run.target_placement": "device_map"}, tmp_path)
+    assert [gpu.index for gpu in placement.target_devices(config, torch.device("cuda"))] == [1, 0, 2]
+    assert [gpu.index for gpu in placement.target_devices(config, torch.device("cuda", 2))] == [2, 0, 1]
 
 
 def test_a_target_in_pieces_stays_in_pieces(tiny_target_dir: Path) -> None:

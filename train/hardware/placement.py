@@ -38,7 +38,7 @@ def check_placement(config: TrainConfig, accelerator: Accelerator) -> None:
         "has no effect beside data.features_endpoint": bool(config.data.servers),
         "leaves no process a target that decodes: let an engine measure by evaluation.engine=URL, or leave out "
         "evaluation.prompts (data.held_out_prompts gives a loss and a simulated acceptance length)": (
-            config.evaluation.prompts is not None and config.evaluation.engine is None
+            config.evaluation.decodes
         ),
         f"puts layers on GPUs, and this run is on {accelerator.device.type}: leave out run.device": any(
             device.type != accelerator.device.type for device in devices
@@ -53,7 +53,8 @@ def target_devices(config: TrainConfig, device: torch.device) -> list[torch.devi
     """Return the devices of this process that the target's layers lie on: its own, `device`, first."""
     if config.run.target_placement != "device_map":
         return [device]
-    own_first = sorted(range(torch.cuda.device_count()), key=lambda index: index != (device.index or 0))
+    own = torch.cuda.current_device() if device == torch.device("cuda") else device.index
+    own_first = sorted(range(torch.cuda.device_count()), key=lambda index: index != own)
     return [torch.device("cuda", index) for index in own_first]
 
 
@@ -140,11 +141,14 @@ class Placement:
 def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Placement:
     """Return what will lie on each device. `target` has no weights.
 
-    Raises `UserError` where weights and optimiser cannot fit. A drafter that starts from files is not counted.
+    Raises `UserError` where weights and optimiser cannot fit. A drafter that starts from files is not counted. Where
+    features come from elsewhere, evaluations that decode load a whole target beside the ends that training reads.
     """
     layout, num_ranks, target_placement = layout_of(accelerator), accelerator.num_processes, config.run.target_placement
     needed, shares = memory_needed(config, accelerator.device, target), shares_of_layers(config, accelerator, target)
     layer_bytes = needed.layer_bytes if config.data.features == "online" else 0.0
+    if config.data.features != "online" and config.evaluation.decodes:
+        layer_bytes = needed.ends_bytes + needed.layer_bytes
     num_pieces = pieces_of(config, accelerator)
     of_devices = f" over {len(shares)} GPUs" if target_placement == "device_map" else ""
     if num_pieces > 1:
@@ -159,19 +163,28 @@ def place(config: TrainConfig, accelerator: Accelerator, target: Target) -> Plac
         layer_bytes * max(shares[1:], default=0.0),
     )
     if not placement.fits:
-        replicated = target_placement == "replicated"
-        mends = {
-            "give run.target_placement=sharded": replicated and num_ranks > 1,
-            "run.target_placement=device_map": (
-                replicated and layout == "one process" and torch.cuda.device_count() > 1
-            ),
-            "run.target_placement=sharded_over_machines": 1 < num_pieces < num_ranks,
-            "data.features=stored": config.data.features == "online",
-            "start with recipes/launch/fsdp2.yaml": layout == "DDP",
-        }
-        mend = ", or ".join(name for name, helps in mends.items() if helps) or "take more or larger devices"
-        raise UserError(f"target and drafter do not fit ({placement.text()}): {mend}")
+        raise UserError(f"target and drafter do not fit ({placement.text()}): {ways_out(config, accelerator)}")
     return placement
+
+
+def ways_out(config: TrainConfig, accelerator: Accelerator) -> str:
+    """Return what would help where target and drafter do not fit."""
+    layout, num_ranks, num_pieces = layout_of(accelerator), accelerator.num_processes, pieces_of(config, accelerator)
+    online, replicated = config.data.features == "online", config.run.target_placement == "replicated"
+    mends = {
+        "give run.target_placement=sharded": online and replicated and num_ranks > 1,
+        "run.target_placement=device_map": (
+            online and replicated and layout == "one process" and torch.cuda.device_count() > 1
+        ),
+        "run.target_placement=sharded_over_machines": online and 1 < num_pieces < num_ranks,
+        "data.features=stored": online,
+        "start with recipes/launch/fsdp2.yaml": layout == "DDP",
+    }
+    mend = ", or ".join(name for name, helps in mends.items() if helps) or "take more or larger devices"
+    if config.evaluation.decodes:  # which takes the whole target wherever features come from
+        without = "let an engine measure by evaluation.engine=URL, or leave out evaluation.prompts"
+        return f"{without}; then {mend}" if online else f"{without}, or {mend}"
+    return mend
 
 
 def check_room_to_store(config: TrainConfig, accelerator: Accelerator, target: Target) -> None:

@@ -115,7 +115,7 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
 
     Raises `UserError` where it cannot be had, or has to decode in this run and cannot.
     """
-    if config.evaluation.prompts is not None and config.evaluation.engine is None:
+    if config.evaluation.decodes:
         read_decoded(config.target)
     fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
     if config.data.features == "online":
