@@ -70,8 +70,10 @@ def train(config: TrainConfig) -> Path:
         try:
             training.train()
         finally:
-            training.source.stop()
-            training.writer.close()
+            try:
+                training.source.stop()
+            finally:
+                training.writer.close()
     return folder
 
 
@@ -203,7 +205,8 @@ class TrainingRun:
         else:
             self.meter.skip()
         self.optimizer.zero_grad()
-        self.nonfinite_steps.note(agreed.finite, step + 1, self.plan.indices(step))
+        # which samples they were is looked up for a skipped step alone: the next ones may be of another epoch already
+        self.nonfinite_steps.note(agreed.finite, step + 1, [] if agreed.finite else self.plan.indices(step))
         return StepOutcome(rate, norm if agreed.finite else None, agreed)
 
     def log(self, step: int, outcome: StepOutcome) -> str:

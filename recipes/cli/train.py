@@ -7,7 +7,7 @@ from draftsmith.recipes.configs.command_settings import TrainSettings
 from draftsmith.train import train
 from draftsmith.train.overfit import overfit
 from draftsmith.train.run_folder.checkpoint import checkpoints
-from draftsmith.train.run_folder.run_folder import best_checkpoint, measured_checkpoints
+from draftsmith.train.run_folder.run_folder import best_measured, measured_checkpoints
 
 
 def run(settings: TrainSettings, console: Console) -> None:
@@ -23,7 +23,7 @@ def run(settings: TrainSettings, console: Console) -> None:
         from draftsmith.recipes.reports.report import build_report  # with matplotlib: a quarter of a start of training
 
         console.print(f"report: {build_report(folder)}")
-        best = f"best checkpoint: {folder / 'best'}, which is {best_checkpoint(folder).name}"
+    if best := best_measured(folder):
+        console.print(f"best checkpoint: {folder / 'best'}, which is {best.name}")
     else:
-        best = f"checkpoint: {checkpoints(folder)[-1]}"
-    console.print(best)
+        console.print(f"checkpoint: {checkpoints(folder)[-1]}")

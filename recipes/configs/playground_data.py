@@ -6,6 +6,7 @@ what a step of the target reads. They leave out the host and the launches of ker
 
 from dataclasses import dataclass
 
+from draftsmith.inference.planning.best_draft import acceptance_length, equal_rates
 from draftsmith.inference.planning.gpus import GPUS
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.published_acceptance import PUBLISHED
@@ -88,13 +89,13 @@ def playground_data() -> PlaygroundData:
             PlaygroundFamily(name, number / read, parallel, note) for name, (number, parallel, note) in weights.items()
         ],
         reached=[
-            ReachedAcceptance(entry.kind, entry.where, entry.source, mean_rate(entry.rates)) for entry in PUBLISHED
+            ReachedAcceptance(entry.kind, entry.where, entry.source, equal_rate(entry.rates)) for entry in PUBLISHED
         ],
         cache_share=2 * layers * cache_width / read,
         target="Llama-3.1-8B",
     )
 
 
-def mean_rate(rates: list[float]) -> float:
-    """Return the mean conditional rate over depths; all are equal where only a length was published."""
-    return sum(rates) / len(rates)
+def equal_rate(rates: list[float]) -> float:
+    """Return the one rate of all depths at which drafts have the acceptance length of these conditional rates."""
+    return equal_rates(acceptance_length(rates, len(rates)), len(rates))[0]

@@ -34,7 +34,7 @@ from draftsmith.recipes.configs.named_files import check_names
 
 Hours = Annotated[Number, Field(ge=0.001)]
 Days = Annotated[Number, Field(gt=0)]
-WITH_ROLLBACK = {"rollback", "out", "server", "debug"}  # settings of `refresh` that have an effect beside --rollback
+WITH_ROLLBACK = {"rollback", "out", "server"}  # settings of `refresh` that have an effect beside --rollback
 RACING = "eagle3,medusa,hydra,dflash,draft_model"  # kinds that race where none are named
 
 

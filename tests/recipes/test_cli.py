@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -280,12 +281,22 @@ def test_help_of_train_names_recipes_and_keys() -> None:
 
 
 def test_a_run_that_was_not_measured_ends_with_its_checkpoint(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The path that `evaluate` and `export` ask for next."""
-    monkeypatch.setattr("draftsmith.recipes.cli.train.train", lambda config: Path(files["run"]))
-    assert run_cli("train", "medusa", f"target={files['target']}", f"data.samples={files['samples']}", "run.dir=r") == 0
-    assert f"checkpoint: {files['run']}/checkpoints/step-000002" in capsys.readouterr().out
+    """The path that `evaluate` and `export` ask for next: the newest, or the best that held-out samples have chosen."""
+    run = tmp_path / "run"
+    shutil.copytree(files["run"], run)
+    (run / "checkpoints/step-000001").mkdir()
+    monkeypatch.setattr("draftsmith.recipes.cli.train.train", lambda config: run)
+    words = ("train", "medusa", f"target={files['target']}", f"data.samples={files['samples']}", "run.dir=r")
+    assert run_cli(*words) == 0
+    assert capsys.readouterr().out == f"checkpoint: {run}/checkpoints/step-000002\n"
+    with open(run / "metrics.jsonl", "a") as metrics:
+        for step, length in ((1, 1.5), (2, 1.4)):
+            line = {"step": step, "held_out_loss": 1.0, "held_out_acceptance_length": length}
+            metrics.write(json.dumps(line) + "\n")
+    assert run_cli(*words) == 0
+    assert capsys.readouterr().out == f"best checkpoint: {run}/best, which is step-000001\n"
 
 
 def test_debug_shows_the_traceback(files: dict[str, str]) -> None:

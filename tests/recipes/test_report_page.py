@@ -13,8 +13,11 @@ from pages import CHROMIUM, browse, computed, needs_node
 from playground import PAGE
 from reports import write_grid
 
+from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.inference.planning.roofline import Roofline, roofline_costs
 from draftsmith.models.storage.typed_json import to_json
+from draftsmith.recipes.configs.playground_data import playground_data
+from draftsmith.recipes.configs.published_acceptance import PUBLISHED
 from draftsmith.recipes.pages.rendering import playground_page
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.report import build_report
@@ -160,6 +163,14 @@ def test_where_the_roofline_bends() -> None:
     assert heavy.verify == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.5])
     assert roofline_costs(model, 10, 100, 4).verify == pytest.approx([1.0] * 5)  # a plain step reads the caches, too
     assert roofline_costs(replace(model, parallel=True), 1, 0, 4).draft == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_the_playground_has_the_acceptance_that_others_reached() -> None:
+    """One rate of all depths, at which drafts are as long as at theirs."""
+    for one, entry in zip(playground_data().reached, PUBLISHED, strict=True):
+        depth = entry.draft_length
+        expected = entry.length or 1 + sum(entry.unconditional)
+        assert acceptance_length([one.rate] * depth, depth) == pytest.approx(expected)
 
 
 def test_the_playground_in_the_docs_is_the_one_of_today() -> None:

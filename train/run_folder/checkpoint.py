@@ -3,8 +3,9 @@
 A checkpoint is a drafter as the engines load it; its `trainer/` holds what resuming needs: weights in fp32 and the
 optimiser's state (training_state.py), the step, and a manifest with the checksum of every file. All else follows from
 these: the step gives the learning rate, the order of the data and the random numbers (`seed_step`), the evaluations in
-the checkpoints give `evaluation.patience`. So a run goes on as it would have, also in another layout or on another
-number of processes.
+the checkpoints give `evaluation.patience`. So a run goes on as it would have. In another layout or on another number of
+processes it does so up to rounding, but for what a drafter draws by chance (each team has random numbers of its own)
+and for batches counted in tokens (of which each process takes as many samples).
 """
 
 import json
