@@ -17,6 +17,7 @@ from draftsmith.models import Target
 from draftsmith.models.drafters.medusa import Medusa
 from draftsmith.models.errors import UserError
 from draftsmith.train import train
+from draftsmith.train.inputs.features import RunFeatures
 from draftsmith.train.process.signals import Stopped
 from draftsmith.train.run_folder import checkpoint as checkpointing
 from draftsmith.train.run_folder import checkpoint_writer
@@ -116,3 +117,17 @@ def test_a_failed_write_ends_the_run_at_once(
         train(make_config("medusa", base, tmp_path, run={"steps": STEPS, "checkpoint_every": 3}))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_source_that_does_not_stop_leaves_no_checkpoint_half_written(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: RunFeatures) -> None:
+        raise RuntimeError("does not stop")
+
+    closed = []
+    monkeypatch.setattr(RunFeatures, "stop", fail)
+    monkeypatch.setattr(checkpoint_writer.CheckpointWriter, "close", lambda self: closed.append(self))
+    with pytest.raises(RuntimeError, match="does not stop"):
+        train(make_config("medusa", base, tmp_path / "run", run={"steps": 1, "checkpoint_every": 1}))
+    assert closed
