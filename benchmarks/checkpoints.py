@@ -68,7 +68,7 @@ class Steps:
 
     def __init__(self, config: TrainConfig) -> None:
         setup, stages = set_up(config), Stages(torch.device("cpu"))
-        folder = open_run(config, setup.target, setup.accelerator)
+        folder = open_run(config, setup.target, setup.plan.row_length, setup.accelerator)
         self.run, self.number = TrainingRun(config, setup, folder, stages, StopRequest()), 0
         self.run.model.train()
         self.take(2)
