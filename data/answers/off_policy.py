@@ -36,8 +36,8 @@ def store_conversations(
 
     It writes the files of `prepare`, with "given" as the writer in prepared.json and as the reason that answers end.
     A conversation that the target would never meet in this form is a bad row. Of several processes the first one does
-    all of this, and the others nothing. Raises `UserError`, before anything is
-    written, for more than `max_bad_share` of them.
+    all of this, and the others nothing. Raises `UserError`, before anything is written, for more than `max_bad_share`
+    of them.
     """
     if rank_and_num_ranks()[0] > 0:
         return

@@ -33,10 +33,13 @@ CHANGEABLE = {
     *("data.features_files", "data.features_kept_gb"),
     *(f"evaluation.{field.name}" for field in fields(EvaluationConfig)),
 }
-# Settings that name something whose content decides, however it is spelled, and its hash in environment.json.
-HASHES = {"target": "target_fingerprint", "data.samples": "data_hash", "init_from": "init_from_hash"}
-# Where it is not set, data.tokens_per_micro_batch has a say in the tokens of a row: they decide.
-HASHES["data.max_length"] = "row_length"
+# Settings that name something whose content decides, however it is spelled, and its place in environment.json.
+HASHES = {
+    "target": "target_fingerprint",
+    "data.samples": "data_hash",
+    "init_from": "init_from_hash",
+    "data.max_length": "row_length",  # where it is not set, data.tokens_per_micro_batch has a say in it
+}
 
 
 def open_run(config: TrainConfig, target: Target, row_length: int, accelerator: Accelerator) -> Path:
