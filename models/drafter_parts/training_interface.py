@@ -52,6 +52,14 @@ class TrainedDrafter(nn.Module):
         """Average number of times that logits are made of a token of a text."""
         return self.training_passes
 
+    @property
+    def loss_progress(self) -> float:
+        """How far a loss is that changes along the training: 0 to 1.
+
+        It is at its end outside of training, where losses of checkpoints are compared.
+        """
+        return self.progress if self.training else 1.0
+
     # --- the draft vocabulary
 
     def fit_vocabulary(self, counts: Tensor) -> None:

@@ -52,7 +52,7 @@ class Domino(DFlash):
 
         The share of the former falls from `base_share` to 0 over the training.
         """
-        share, width = self.config.base_share * (1 - self.progress), self.layer_config.hidden_size
+        share, width = self.config.base_share * (1 - self.loss_progress), self.layer_config.hidden_size
         compared = depths
         if share > 0:
             base = [replace(depth, hidden=depth.hidden[:, :width], head=self.head) for depth in depths]

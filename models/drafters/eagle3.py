@@ -176,7 +176,7 @@ class Eagle3(Drafter):
     # --- training
 
     def divergence(self) -> Divergence:
-        return self.config.divergence if self.progress >= self.config.kl_share else "forward_kl"
+        return self.config.divergence if self.loss_progress >= self.config.kl_share else "forward_kl"
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield the outputs of the unrolled layer, with the true tokens fed in: step k of slot t predicts x_{t+2+k}."""

@@ -83,7 +83,8 @@ def divergence_over_depths(
     by code that torch has compiled, on a CPU.
     """
     heads = {id(depth.head): depth.head for depth in depths}.values()
-    parameters = [p for head in heads if isinstance(head, nn.Module) for p in head.parameters() if p.requires_grad]
+    modules = nn.ModuleList(head for head in heads if isinstance(head, nn.Module))
+    parameters = [p for p in modules.parameters() if p.requires_grad]  # each once, though two heads may share it
     tensors = [*(depth.hidden for depth in depths), *parameters]
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     sums = _DepthSums(depths, parameters, draft_to_target, divergence, with_gradient, compiled)

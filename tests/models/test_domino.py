@@ -56,7 +56,7 @@ def test_slots_one_after_the_other_are_all_at_once(tiny_target: Target) -> None:
 def test_training_begins_with_the_logits_that_are_not_corrected(tiny_target: Target) -> None:
     """And ends with the others: at first the loss is that of DFlash with the same layers."""
     batch, fields = random_batch(tiny_target), {"num_layers": 2, "block_size": 5, "layout": "next_token"}
-    drafter = domino(tiny_target)
+    drafter = domino(tiny_target, anchor_share=1.0).train()
     plain = build("dflash", tiny_target, **fields)
     plain.load_state_dict({name: drafter.state_dict()[name] for name in plain.state_dict()})
     plain.training_depth = drafter.training_depth  # one less, in the layout of DSpark
@@ -68,6 +68,25 @@ def test_training_begins_with_the_logits_that_are_not_corrected(tiny_target: Tar
     at_the_end = loss_of(drafter, batch, tiny_target)["loss"][0]
     assert at_first != at_the_end
     torch.testing.assert_close(halfway, (at_first + at_the_end) / 2)
+    drafter.config.base_share = 1.0
+    assert loss_of(drafter.eval(), batch, tiny_target)["loss"][0] == at_the_end  # checkpoints are compared by one loss
+
+
+def test_a_head_that_two_losses_share_gets_their_gradient_once(tiny_target: Target) -> None:
+    """With a draft vocabulary the head makes the logits with and without correction: of both, a central difference."""
+    drafter, batch = domino(tiny_target, draft_vocab_size=40, anchor_share=1.0).train(), random_batch(tiny_target)
+    drafter.progress = 0.5
+    assert drafter.lm_head is not None
+    weight = drafter.lm_head.weight
+    loss_of(drafter, batch, tiny_target)["loss"][0].backward()
+    assert weight.grad is not None
+    direction, losses = torch.randn_like(weight), []
+    for step in (0.01, -0.01):
+        weight.data += step * direction
+        losses.append(loss_of(drafter, batch, tiny_target)["loss"][0].item())
+        weight.data -= step * direction
+    slope = (losses[0] - losses[1]) / 0.02
+    assert (weight.grad * direction).sum().item() == pytest.approx(slope, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,8 @@ def test_a_detached_step_teaches_those_before_it_nothing(tiny_target: Target) ->
 
 
 def test_lk_after_kl(tiny_target: Target) -> None:
-    """The divergence changes when its share of the training is over."""
-    drafter, batch = build("eagle3", tiny_target), random_batch(tiny_target)
+    """The divergence changes when its share of the training is over, and is the later one outside of training."""
+    drafter, batch = build("eagle3", tiny_target).train(), random_batch(tiny_target)
     features = tiny_target.features(batch, drafter.layer_ids)
 
     def loss(divergence: str, kl_share: float, progress: float) -> Tensor:
@@ -242,6 +242,8 @@ def test_lk_after_kl(tiny_target: Target) -> None:
     assert torch.equal(loss("lk_hybrid", 0.5, 0.49), loss("forward_kl", 0.0, 0.0))
     assert torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("lk_hybrid", 0.0, 0.0))
     assert not torch.equal(loss("lk_hybrid", 0.5, 0.5), loss("forward_kl", 0.0, 0.0))
+    drafter.eval()
+    assert torch.equal(loss("lk_hybrid", 0.5, 0.0), loss("lk_hybrid", 0.0, 0.0))
 
 
 @every_trainable
