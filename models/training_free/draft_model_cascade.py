@@ -5,7 +5,7 @@ the larger model picks the token that it would draft alone, from the same noise.
 as far as they equal these picks, and so is the pick behind them. The draft is thus the beginning of the larger model's
 own draft, and every rule of verification holds for it.
 
-Shapes: B rows, K depths, W depths that were computed, H hidden width, V vocabulary.
+Shapes: B rows, K depths, H hidden width, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -58,30 +58,36 @@ class DraftModelCascade(Drafter):
         self.large.prefill(cache.large, token_ids, features, window)
 
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
-        proposed = self.proposed(state, shape.depth - 1)  # [B, W - 1]
-        logits = self.larger_logits(state, proposed)  # [B, W, V]
+        proposed = self.proposed(state, shape.depth - 1)  # [B, K - 1]
+        logits = self.larger_logits(state, proposed)  # [B, K, V]
         picks = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
         cut_logits = [state.choose(logits[:, depth], depth, picks[:, depth]) for depth in range(logits.shape[1])]
         drawn_from = [drawn for drawn in cut_logits if drawn is not None]  # where drafts are the likeliest, none
-        if state.confidence is not None:
-            known = torch.stack(drawn_from, 1) if drawn_from else logits
-            state.confidence[:, : picks.shape[1]] = known.float().softmax(-1).amax(-1)
         kept = torch.ones_like(picks, dtype=torch.bool)
         kept[:, 1:] = (picks[:, :-1] == proposed).cumprod(1).bool()
+        if state.least_confidence or state.confidence is not None:
+            known = torch.stack(drawn_from, 1) if drawn_from else logits
+            confidence = known.float().softmax(-1).amax(-1)
+            kept[:, 1:] &= confidence.cumprod(1)[:, :-1] >= state.least_confidence
+            if state.confidence is not None:
+                state.confidence[:, : picks.shape[1]] = confidence
         # On a CPU a shorter window is cheaper to verify; on a GPU all rounds have one shape.
         width = picks.shape[1] if runs_kernels(picks.device) else int(kept.any(0).sum())
         tokens = picks.masked_fill(~kept, NO_TOKEN)[:, :width]
         return chain(tokens, torch.stack(drawn_from[:width], 1) if drawn_from else None)
 
     def proposed(self, state: DecodingState, depth: int) -> Tensor:
-        """Return the small model's draft, [B, depth] or shorter; it reads all that the last round committed."""
+        """Return the small model's draft [B, depth], however unsure it is.
+
+        It reads all that the last round committed.
+        """
         if not depth:
             return state.token_ids[:, :0]
-        small_state = replace(state, cache=state.cache.small, own_drafts=False, confidence=None)
+        small_state = replace(state, cache=state.cache.small, own_drafts=False, confidence=None, least_confidence=0.0)
         return self.small.propose(small_state, Chain(depth)).tokens
 
     def larger_logits(self, state: DecodingState, proposed: Tensor) -> Tensor:
-        """Return the larger model's logits [B, W, V] behind the newest token and each proposed one [B, W - 1].
+        """Return the larger model's logits [B, K, V] behind the newest token and each proposed one [B, K - 1].
 
         Of the committed text it has not read the newest token, nor the one before it where its own pick was accepted.
         """
@@ -90,7 +96,7 @@ class DraftModelCascade(Drafter):
             window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
             self.large.read(state.token_ids.gather(1, window.slots), window, cache)
         slots = state.lengths[:, None] + torch.arange(-2, proposed.shape[1], device=proposed.device)
-        tokens = torch.cat([state.token_ids.gather(1, slots[:, :2]), proposed.clamp(min=0)], 1)
+        tokens = torch.cat([state.token_ids.gather(1, slots[:, :2]), proposed], 1)
         hidden = self.large.read(tokens, Window(slots, slots, slots[:, 0]), cache)[:, 1:]
         logits: Tensor = self.large.model.get_output_embeddings()(hidden)
         return logits

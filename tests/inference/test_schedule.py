@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from draftsmith.inference.decoding.schedule import (
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow_chain
+from draftsmith.models.drafters.draft_model import DraftModel
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
+from draftsmith.models.training_free.draft_model_cascade import DraftModelCascade
 
 SCHEDULE = Schedule(((1, 4), (8, 2), (24, 0)))
 
@@ -131,6 +134,8 @@ WITH_CACHE = ("draft_model", "eagle", "eagle3", "p_eagle")
 
 @functools.lru_cache
 def drafter_of(kind: str, target: Target) -> Drafter:
+    if kind == DraftModelCascade.kind:  # a small model that is the large one: only confidence ends its chains
+        return DraftModelCascade(*[cast(DraftModel, untrained("draft_model", target))] * 2)
     return untrained(kind, target)
 
 
@@ -213,7 +218,7 @@ def test_what_a_schedule_cannot_go_with_is_refused(tiny_target: Target) -> None:
             decoder.generate(PROMPTS, **{"schedule": SCHEDULE, **settings})
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", [*TRAINED, DraftModelCascade.kind])
 def test_chains_end_by_confidence(kind: str, tiny_target: Target) -> None:
     """The tokens are those of whole chains, up to where the product of the confidences falls below the least."""
     engine = BatchEngine(tiny_target, drafter_of(kind, tiny_target), GenerationSettings(64, shape=Chain(3)), 3, 96)
