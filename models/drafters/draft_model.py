@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_configs import DraftModelConfig
@@ -38,8 +44,9 @@ from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.forward import context_of, run_causal, run_on_slots
 from draftsmith.models.slots.window import Window, chain_window
-from draftsmith.models.target.loading import drop_layers, load_model
+from draftsmith.models.target.loading import LanguageModel, drop_layers, load_model
 from draftsmith.models.target.other_tokenizer import OtherTokenizer, take_vocabulary
+from draftsmith.models.target.scaled_head import scaled_head
 from draftsmith.models.target.support import carries_states
 from draftsmith.models.target.target import Features, Target, find_decoder_layers
 from draftsmith.models.target.target_files import common_field, read_config
@@ -52,12 +59,14 @@ class DraftModel(Drafter):
     config_class = DraftModelConfig
     can_branch = True
     prefills_from_tokens = True
+    head: nn.Module  # of the model, with its family's scaling of logits
     common_tokens: Tensor | None = None  # bool [V] those that a model of another tokenizer had as they are
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel, target: Target) -> None:
         super().__init__(config)
         self.target = target
         self.model = model
+        self.__dict__["head"] = scaled_head(model)  # not as a module, which would be the model's again by another name
         vocab_size = model.config.get_text_config().vocab_size
         if vocab_size != target.vocab_size:
             raise UserError(
@@ -100,6 +109,11 @@ class DraftModel(Drafter):
             model, tokenizer = load_model(name, read_config(name), torch.device("cpu"), torch.float32)
         except UserError as error:
             raise UserError(f"drafter.model={name}: {error}") from None
+        if isinstance(
+            model, LanguageModel
+        ):  # of a multimodal model; engines load the causal language model of its text
+            weights, model = model.state_dict(), new_model(model.config)
+            model.load_state_dict(weights)
         model.requires_grad_(True)
         if target.tokenizer is None or tokenizer.get_vocab() == target.tokenizer.get_vocab():
             if model.get_input_embeddings().num_embeddings != target.vocab_size:
@@ -131,7 +145,7 @@ class DraftModel(Drafter):
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         rows = divergence_over_rows(
             marked_rows(hidden, counted),
-            self.model.get_output_embeddings(),
+            self.head,
             marked_rows(features.last_hidden, counted),
             self.target.logits,
             self.config.divergence,
@@ -165,7 +179,7 @@ class DraftModel(Drafter):
         hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask()).flatten(0, 1)
         for i in range(depth):
             places = teacher_rows(chain_loss.next_depth(), i)
-            yield Depth(hidden.index_select(0, send(places, hidden.device)), self.model.get_output_embeddings(), places)
+            yield Depth(hidden.index_select(0, send(places, hidden.device)), self.head, places)
 
     def as_target(self) -> Target:
         return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)
@@ -189,7 +203,7 @@ class DraftModel(Drafter):
         accepted; both are read each round, so that all rows are treated alike. After a tree, whose nodes do not stand
         where their text went, and after another drafter's draft everything is read that the last round committed.
         """
-        cache, head = state.cache, self.model.get_output_embeddings()
+        cache = state.cache
         if isinstance(shape, Chain) and state.own_drafts:
             slots = state.lengths[:, None] + cache.last_two
             hidden = self.read(state.token_ids.gather(1, slots), Window(slots, slots, slots[:, 0]), cache)[:, 1:]
@@ -201,9 +215,9 @@ class DraftModel(Drafter):
         windows = LevelWindows(state.lengths, cache)
 
         def read(tokens: Tensor, parents: Tensor | None) -> Tensor:
-            return head(self.read(tokens, windows.next(tokens.shape[1], parents), cache))
+            return self.head(self.read(tokens, windows.next(tokens.shape[1], parents), cache))
 
-        return grow(shape, cache.tree, head(hidden), read, state)
+        return grow(shape, cache.tree, self.head(hidden), read, state)
 
     # --- checkpoints
 
@@ -252,6 +266,16 @@ def untied(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def new_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a causal language model of a config, with random weights.
+
+    Raises `UserError` where transformers has none of the kind, as for the text of some multimodal models.
+    """
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in causal:
+        raise UserError(
+            f"a draft model of {config.model_type} is not built: transformers has no causal language model of it "
+            "that an engine could load; give another drafter.model, or train another kind of drafter"
+        )
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
 
 
@@ -264,6 +288,8 @@ def model_of_layers(target: Target, kept: list[int]) -> PreTrainedModel:
         drop_layers(model_config, kept)
         model = new_model(model_config)
         model.load_state_dict(layers_of(target.model.state_dict(), kept))
+    except UserError:
+        raise
     except ValueError as error:  # of the family's own rules for its config
         raise UserError(f"{what} ({first_line(error)}): {mend}") from None
     except RuntimeError:  # of shapes

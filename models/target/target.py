@@ -37,6 +37,7 @@ from draftsmith.models.target.loading import (
     whole_of,
 )
 from draftsmith.models.target.pieces import load_by_first, processes_of_pieces, put_in_pieces, sent
+from draftsmith.models.target.scaled_head import scaled_logits
 from draftsmith.models.target.support import carries_states, check_decodes_exactly, check_trained, read_decoded
 from draftsmith.models.target.target_files import (
     read_config,
@@ -297,17 +298,7 @@ class Target:
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """Return the target's head with its family's scaling: [..., H] -> [..., V]."""
-        logits = self.head_module(last_hidden)
-        config = self.text_config
-        if scale := getattr(config, "logit_scale", None):  # Cohere
-            logits = logits * scale
-        if scale := getattr(config, "logits_scaling", None):
-            logits = logits * scale if config.model_type == "hyperclovax" else logits / scale  # else Granite
-        if scale := getattr(config, "output_multiplier", None):  # Muse
-            logits = logits * scale
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma and others
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return scaled_logits(self.head_module(last_hidden), self.text_config)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -98,7 +98,7 @@ class DraftModelCascade(Drafter):
         slots = state.lengths[:, None] + torch.arange(-2, proposed.shape[1], device=proposed.device)
         tokens = torch.cat([state.token_ids.gather(1, slots[:, :2]), proposed], 1)
         hidden = self.large.read(tokens, Window(slots, slots, slots[:, 0]), cache)[:, 1:]
-        logits: Tensor = self.large.model.get_output_embeddings()(hidden)
+        logits: Tensor = self.large.head(hidden)
         return logits
 
     def trainable(self) -> bool:

@@ -1,23 +1,29 @@
 """Draft models: where they start, and training on what they write themselves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import SERVED, family_config
+from drafters import loss_of, random_batch
+from families import MULTIMODAL, SERVED, family_config, plain_model, target_and_plain_model
+from tiny_target import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.batch import Batch
-from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig, model_of_layers
 from draftsmith.models.drafters.medusa import Medusa, MedusaConfig
 from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.slots.attention import ATTENTION
 from draftsmith.models.slots.forward import run_causal
+from draftsmith.models.training_free.draft_model_cascade import DraftModelCascade
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import setup, train
 from draftsmith.train.config import DataConfig, resolve
@@ -32,6 +38,41 @@ def test_an_existing_model_drafts_as_it_is(tiny_target: Target, tiny_target_dir:
     assert output.stats.total.mean_acceptance_length == 4
     padded = DraftModel.from_target(DraftModelConfig(model=str(make_target_dir(vocab_size=320))), tiny_target)
     assert padded.engine_config()["vocab_size"] == tiny_target.vocab_size
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "gemma2", "granite"])
+def test_logits_have_the_scaling_of_their_family(model_type: str) -> None:
+    """A draft model of all layers says of every token what the target says, in training, drafting and cascades."""
+    target, _ = target_and_plain_model(model_type, SERVED[model_type])
+    drafter = DraftModel(DraftModelConfig(), model_of_layers(target, [0, 1, 2]), target).eval()
+    accepted, count = loss_of(drafter, random_batch(target), target)["sampled_acceptance_0"]
+    assert accepted.item() == pytest.approx(count.item())
+    for either in (drafter, DraftModelCascade(drafter, drafter)):
+        settings = resolve_settings(either, Sampling(1.0), 16, 3, "probabilistic")
+        total = SpeculativeDecoder(target, either).decode([[3, 5, 9]], replace(settings, stop_at_eos=False)).stats.total
+        assert total.mean_acceptance_length == 4
+
+
+def test_of_a_multimodal_model_the_text_drafts(tmp_path: Path) -> None:
+    """As the causal language model that engines load; where there is none, at once with the reason."""
+    texts = {"gemma3": "Gemma3ForCausalLM", "qwen3_vl": None}
+    for model_type, architecture in texts.items():
+        torch.manual_seed(0)
+        folder = tmp_path / model_type
+        plain_model(family_config(model_type, MULTIMODAL[model_type])).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        target = Target.from_pretrained(folder, "cpu")
+        if architecture is None:
+            for fields in ({"model": str(folder)}, {"hidden_size": 16}, {}):
+                with pytest.raises(UserError, match="no causal language model of"):
+                    DraftModel.from_target(DraftModelConfig(**fields), target)
+            continue
+        drafter = DraftModel.from_target(DraftModelConfig(model=str(folder)), target)
+        assert drafter.engine_config()["architectures"] == [architecture]
+        save_drafter(drafter, tmp_path / "saved")
+        for either in (drafter, load_drafter(tmp_path / "saved", target)):
+            output = SpeculativeDecoder(target, either.eval()).generate([[3, 5, 9]], 12, draft_length=3)
+            assert output.stats.total.mean_acceptance_length == 4
 
 
 def test_the_simulated_length_counts_tokens_that_are_right_in_a_row(tiny_target: Target) -> None:
