@@ -54,9 +54,9 @@ class TrainedDrafter(nn.Module):
 
     @property
     def loss_progress(self) -> float:
-        """How far a loss is that changes along the training: 0 to 1.
+        """The share of training that is done, for a loss that changes along it.
 
-        It is at its end outside of training, where losses of checkpoints are compared.
+        Outside of training, where losses of checkpoints are compared, it is all of it.
         """
         return self.progress if self.training else 1.0
 

@@ -8,14 +8,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftsmith.models import Checkpoint, Target
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.reading import JsonObject
 from draftsmith.recipes.engine_rules.engine_key_names import DROPPED, DTYPES, FEATURE_NORMS, LoaderRules
-from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, ONE_LAYOUT, SHIFTED_ONLY_FROM_1, rules_for
+from draftsmith.recipes.engine_rules.loader_rules import (
+    LOADER_RULES,
+    ONE_LAYOUT,
+    SGLANG,
+    SHIFTED_ONLY_FROM_1,
+    rules_for,
+)
+
+READ_AS_THEY_ARE = ("eagle", "dflash", "dflash2", "dspark", "domino")  # kinds that do not norm embeddings first
+SCALED_IN_SGLANG = ("gemma3_text", "gemma4_text")  # targets whose module scales there, too; block drafters call it
 
 
 def check_files(engine: str, files: Checkpoint, target: Target) -> None:
@@ -41,6 +50,7 @@ def loading_problems(rules: LoaderRules, files: Checkpoint, target: Target) -> I
     yield from config_problems(rules, files, target)
     yield from tensor_problems(rules, files, target)
     yield from value_problems(files)
+    yield from embedding_problems(rules, files, target)
     if files.kind in ("eagle3", "p_eagle"):
         yield from capture_problems(files, target)
     if "dflash_config" in files.config:
@@ -230,6 +240,19 @@ def value_problems(files: Checkpoint) -> Iterator[str]:
 def same_tokens(d2t: Tensor, t2d: Tensor) -> bool:
     """Return whether the offsets [R] and the mask [V] of a draft vocabulary hold the same tokens."""
     return torch.equal((d2t.long() + torch.arange(len(d2t))).sort().values, t2d.nonzero()[:, 0])
+
+
+def embedding_problems(rules: LoaderRules, files: Checkpoint, target: Target) -> Iterator[str]:
+    """Yield where the drafter reads embeddings that its target's module scales: engines look up the table alone."""
+    model_type = target.text_config.model_type
+    scaled = type(target.embedding).forward is not nn.Embedding.forward
+    if rules.engine == SGLANG and files.kind != "eagle" and model_type in SCALED_IN_SGLANG:
+        return
+    if scaled and files.kind in READ_AS_THEY_ARE:
+        yield (
+            f"it was trained on the embeddings of {model_type}, which are scaled, and the engine would feed it the "
+            "plain ones: train one that norms them first, such as eagle3"
+        )
 
 
 def vllm_layers(files: Checkpoint, num_layers: int) -> list[int]:

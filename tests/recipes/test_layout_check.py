@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SERVED, target_and_plain_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -389,6 +390,21 @@ def test_scaled_rope_stands_in_both_schemas(make_target_dir: Any) -> None:
     del files.config["rope_scaling"]
     with pytest.raises(UserError, match="rope_scaling is missing beside rope_parameters of type linear"):
         check_files("vllm", files, target)
+
+
+def test_embeddings_that_the_target_scales() -> None:
+    """vLLM gives a drafter the table of Gemma's embedding without the scale, and so does SGLang an EAGLE-1.
+
+    Its block drafters call the module of Gemma 3 and 4, which scales; EAGLE-3 norms what it reads in any case.
+    """
+    target, _ = target_and_plain_model("gemma3_text", SERVED["gemma3_text"])
+    refused = [("vllm", kind) for kind in ("eagle", "dflash", "dflash2", "dspark")] + [("sglang", "eagle")]
+    taken = [("vllm", "eagle3"), ("vllm", "p_eagle"), ("sglang", "dflash"), ("sglang", "domino")]
+    for engine, kind in refused + taken:
+        files = files_for(engine, kind, target, intermediate_size=64)
+        message = "embeddings of gemma3_text, which are scaled"
+        with pytest.raises(UserError, match=message) if (engine, kind) in refused else nullcontext():
+            check_files(engine, files, target)
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("sglang", "medusa"), ("sglang", "unknown"), ("vllm", "unknown")])
