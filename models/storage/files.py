@@ -87,13 +87,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def finish_moving(folder: Path) -> None:
     """Move those files into a folder that `whole_folder` wrote for it and that are not there yet.
 
-    They replace files of the same names. A checksum moves before its file, and config.json, without which nothing loads
-    the others, moves last.
+    They replace files of the same names. A checksum moves before its file. Nothing loads the others without
+    config.json: an older one is removed first, and the new one moves last.
     """
     complete = folder / COMPLETE
     if not complete.is_dir():
         return
     files = [path for path in complete.rglob("*") if path.is_file()]
+    for config in (path for path in files if path.name == "config.json"):
+        (folder / config.relative_to(complete)).unlink(missing_ok=True)
     for path in sorted(files, key=lambda path: (path.name != "config.json", path), reverse=True):
         place = folder / path.relative_to(complete)
         place.parent.mkdir(parents=True, exist_ok=True)

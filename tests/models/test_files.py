@@ -61,20 +61,25 @@ def test_a_new_folder_is_absent_or_whole_after_a_fault_at_any_change(tmp_path: P
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_a_folder_that_exists_ends_with_all_files_or_none(tmp_path: Path, kills: bool) -> None:
-    """Its files are replaced one by one. What a kill leaves to be moved is found, and config.json is the last."""
+@pytest.mark.parametrize("old", [OLD, {**OLD, "config.json": "old"}])
+def test_a_folder_that_exists_ends_with_all_files_or_none(old: dict[str, str], tmp_path: Path, kills: bool) -> None:
+    """Its files are replaced one by one. What a kill leaves to be moved is found.
+
+    config.json is the last, and an older one is gone before: it never stands beside some new files.
+    """
     for number in range(1, 100):
         out = tmp_path / f"{number}"
         out.mkdir()
-        (out / "a.txt").write_text("old")
+        for name, text in old.items():
+            (out / name).write_text(text)
         with failing_disk(tmp_path, number, kills) as disk:
             try:
                 write_new(out)
             except (Killed, UserError):
                 assert disk.has_failed
-        assert not (out / "config.json").is_file() or content(out) == NEW
+        assert not (out / "config.json").is_file() or content(out) in (old, NEW)
         finish_moving(out)
-        assert content(out) in (OLD, NEW)
+        assert content(out) in (old, NEW)
         write_new(out)
         assert content(out) == NEW
         assert not list(out.glob(".*"))
