@@ -21,7 +21,7 @@ from draftsmith.models.mtp_heads.mtp_layouts import HeadLayout, together
 from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.model_files import CONFIG
 from draftsmith.models.storage.reading import open_tensors, read_json_object
-from draftsmith.models.storage.weights import file_of_index, read_weights
+from draftsmith.models.storage.weights import files_of_index, read_weights
 from draftsmith.models.target.quantised import CODES
 from draftsmith.models.target.target_files import read_quantisation, stored_tensors
 
@@ -133,10 +133,7 @@ def weight_places(source: Path) -> dict[str, str]:
     index = source / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         raise UserError(f"{source} holds no safetensors: convert the target first, for a head is put among its tensors")
-    places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise UserError(f"{index} has no weight_map, as an index of weights must: get it anew")
-    return {key: file_of_index(file, index) for key, file in places.items()}
+    return files_of_index(index)
 
 
 def dtype_of_norms(source: Path, places: dict[str, str]) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.errors import UserError, first_line
-from draftsmith.models.storage.reading import open_tensors, refuse_stand_in
+from draftsmith.models.storage.reading import open_tensors, read_json_object, refuse_stand_in
 
 PARTS = re.compile(r"(n|num)_(\w+_)?(layers?|experts)|num_heads|n_predict")  # fields that count parts with tensors
 OTHER_TYPES = {  # of safetensors: those that quantised weights are stored in
@@ -111,14 +111,18 @@ def check_counts(config: dict[str, Any], most: int, place: str) -> None:
                 )
 
 
-def file_of_index(name: Any, index: Path) -> str:
-    """Return the name of a file that an index of weights gives. Raises `UserError` where it lies in another folder.
+def files_of_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index of weights. Raises `UserError` where one lies in another folder.
 
     Links may lead to the blobs beside the snapshots of the Hub's cache, whose folders consist of them.
     """
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise UserError(f"{index} has no weight_map, as an index of weights must: get it anew")
     folder = Path(os.path.realpath(index.parent))
     places = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
-    plain = PurePath(str(name)).name == name and "\0" not in name
-    if not plain or Path(os.path.realpath(folder / name)).parent not in places:
-        raise UserError(f"{index} names {str(name)!r}, which is no file of its folder: take another copy of the model")
-    return name
+    for name in {str(file) for file in files.values()}:
+        plain = PurePath(name).name == name and "\0" not in name
+        if not plain or Path(os.path.realpath(folder / name)).parent not in places:
+            raise UserError(f"{index} names {name!r}, which is no file of its folder: take another copy of the model")
+    return {tensor: str(file) for tensor, file in files.items()}

@@ -29,7 +29,7 @@ from draftsmith.models.errors import UserError, library_errors
 from draftsmith.models.storage.model_files import find_file, target_config_file
 from draftsmith.models.storage.reading import read_json_object
 from draftsmith.models.storage.typed_json import from_json
-from draftsmith.models.storage.weights import check_counts, file_of_index, read_weights
+from draftsmith.models.storage.weights import check_counts, files_of_index, read_weights
 from draftsmith.models.target.quantised import Packed, Quantisation, unpacked
 
 MOST_PARTS = 2000  # layers or experts of one model; the largest have some hundreds
@@ -150,10 +150,7 @@ def _weight_files(name: str | Path, wanted: Callable[[str], bool]) -> Iterator[P
             yield path
             return
         if path := find_file(name, index):
-            places = read_json_object(path).get("weight_map")
-            if not isinstance(places, dict):
-                raise UserError(f"{path} has no weight_map, as an index of weights must: get it anew")
-            for file in dict.fromkeys(file_of_index(file, path) for key, file in places.items() if wanted(key)):
+            for file in dict.fromkeys(file for key, file in files_of_index(path).items() if wanted(key)):
                 part = find_file(name, file)
                 if part is None:
                     raise UserError(f"target {str(name)!r} lacks {file}, which its index names: get it whole")
