@@ -50,6 +50,7 @@ class Mtp(Drafter):
         """Raises `UserError` for a target of a family whose heads are not known."""
         super().__init__(config)
         self.target, self.training_depth = target, config.unroll_steps
+        self.attends_to_text = config.starting_layers != "native"  # which learnt from the texts of its target
         self.layout = head_layout(target.text_config)
         self.layer_ids = () if self.layout.reads_normed else (target.num_layers,)
         layer_config = config_of_layer(target.text_config)
