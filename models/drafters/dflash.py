@@ -437,5 +437,5 @@ def even_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
     if num_layers == 1:
         return [max(1, num_target_layers // 2)]
     step = (num_target_layers - 4) / (num_layers - 1)
-    ids = {2 + round(i * step) for i in range(num_layers)}
+    ids = {1 + round(1 + i * step) for i in range(num_layers)}  # halves are rounded as by the authors
     return sorted({min(max(1, layer_id), num_target_layers - 1) for layer_id in ids})
