@@ -78,7 +78,17 @@ def attention_of(config: dict[str, Any]) -> tuple[int | None, list[int]]:
     types = config.get("layer_types") or ["full_attention"] * num_layers
     if len(types) != num_layers:
         raise UserError(f"this drafter has {num_layers} layers and layer_types for {len(types)}: take another copy")
-    sliding = "sliding_attention" in types
+    sliding, window = "sliding_attention" in types, config.get("sliding_window")
+    nested = config.get("dflash_config") or {}
+    if nested.get("use_swa") and not sliding:
+        raise UserError(
+            "this drafter has use_swa (in dflash_config), a window that sees both ways: draftsmith's see what is before"
+        )
+    if sliding and nested.get("swa_window_size") not in (None, window):
+        raise UserError(
+            f"this drafter has swa_window_size {nested['swa_window_size']} (in dflash_config) beside sliding_window "
+            f"{window}, and engines differ in which they take: leave the right one in config.json"
+        )
     mixed = sliding and "full_attention" in types
     if causal is not None and (mixed or causal != sliding):
         what = "sliding and full attention" if mixed else types[0]

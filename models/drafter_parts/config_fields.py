@@ -98,7 +98,9 @@ class DFlashFields:
     mask_token_id: Natural
     target_layer_ids: list[Natural]  # outputs of layers, counted from 0
     block_size: Depth
-    causal: bool
+    causal: bool  # as is_causal
+    use_swa: bool
+    swa_window_size: Count
     conv_kernel_size: Depth  # DFlash2
     conv_group_size: Count
     projector_type: str  # Domino

@@ -122,12 +122,14 @@ def copy_layer(layer: DecoderLayer, weights: dict[str, Tensor]) -> None:
 def layer_config_for(intermediate_size: int | None, target: Target) -> LlamaConfig:
     """Return a one-layer Llama with the target's width, heads, rotary embedding and, if None, `intermediate_size`.
 
+    Its angles do not depend on the length of the text, as those of some targets do: it has their plain form.
     A Llama's heads divide its width. Where the target's do not, it has heads of the usual width, as public drafters do.
     """
     text = target.text_config
     rope = dict(getattr(text, "rope_parameters", None) or {})
-    if "rope_theta" not in rope:  # learned positions, or one rotary embedding for each type of layer
-        rope = {"rope_type": "default", "rope_theta": 10000.0}
+    # Learned positions, or one rotary embedding for each type of layer; or angles that depend on a text's length.
+    if "rope_theta" not in rope or rope.get("rope_type") in ("dynamic", "longrope"):
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):  # axes of images: in text all are one
         rope.pop(name, None)
     heads, head_dim = text.num_attention_heads, common_field(text, "head_dim")

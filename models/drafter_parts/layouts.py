@@ -181,6 +181,8 @@ def complete_dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple
     if missing := [key for key, value in {"target_layer_ids": ids or None, **needed}.items() if value is None]:
         raise UserError(f"this DFlash drafter's config.json lacks {missing[0]} (in dflash_config): take another copy")
     config = {**config, **needed, "eagle_aux_hidden_state_layer_ids": ids}
+    if "causal" in nested:
+        config.setdefault("is_causal", nested["causal"])
     return config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
@@ -203,6 +205,11 @@ def from_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise UserError("this speculators checkpoint has no transformer_layer_config, which the format requires")
+    if kind == "eagle3" and config.get("norm_before_residual") is None:
+        raise UserError(
+            "this speculators checkpoint lacks norm_before_residual, which vLLM takes for true: give it in config.json "
+            "as it was trained"
+        )
     architecture, kept = SPECULATORS[kind]
     top = {key: config[key] for key in kept if config.get(key) is not None}
     if "aux_hidden_state_layer_ids" in top:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from draftsmith.models.fused.fused_layers import FAMILIES
+from draftsmith.models.target.loading import whole_of
 from draftsmith.models.target.target import Target
 from draftsmith.models.target.target_files import read_tensors
 
@@ -46,8 +47,8 @@ def layer_tensors(target: Target, index: int) -> dict[str, Tensor]:
     """
     if target.has_layers:
         return {name: _whole(tensor) for name, tensor in target.decoder_layers[index].state_dict().items()}
-    place = f"layers.{index}."
-    read = read_tensors(target.name, lambda name: place in name, torch.float32)
+    place, towers = f"layers.{index}.", {*getattr(whole_of(target.model), "towers", ())}
+    read = read_tensors(target.name, lambda name: place in name and not towers & {*name.split(".")}, torch.float32)
     return {name.partition(place)[2]: tensor for name, tensor in read.items()}
 
 

@@ -253,6 +253,7 @@ def test_layers_can_start_as_the_targets_last_ones(tiny_target: Target) -> None:
 def test_layers_are_read_evenly() -> None:
     """As the authors' checkpoints have them, which count outputs from 0: Qwen3-8B reads 1, 9, 17, 25, 33 of 36."""
     assert [layer_id - 1 for layer_id in even_layer_ids(36, 5)] == [1, 9, 17, 25, 33]
+    assert even_layer_ids(26, 5) == [2, 7, 13, 19, 24]  # of halves: round(1 + i * 5.5), from 0 on
     assert even_layer_ids(6, 1) == [3]
     assert even_layer_ids(3, 5) == [1, 2]
 
@@ -317,6 +318,9 @@ def test_norms_of_keys_are_ones_unless_asked_for(tiny_target: Target) -> None:
         assert all(bool((norm == 1).all()) is not key_norm for norm in norms)
 
 
+NESTED = {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 5}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -326,6 +330,17 @@ def test_norms_of_keys_are_ones_unless_asked_for(tiny_target: Target) -> None:
         ({"dflash_config": {"mask_token_id": 1}}, "target_layer_ids"),
         ({"dflash_config": {"mask_token_id": -1, "target_layer_ids": [0, 2]}}, "mask_token_id"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 9]}}, "layer_ids"),
+        ({"is_causal": None, "dflash_config": {**NESTED, "causal": True}}, "full_attention with is_causal True"),
+        ({"dflash_config": {**NESTED, "use_swa": True, "swa_window_size": 4}}, r"use_swa \(in dflash_config\)"),
+        (
+            {
+                "is_causal": True,
+                "layer_types": ["sliding_attention"] * 2,
+                "sliding_window": 8,
+                "dflash_config": {**NESTED, "swa_window_size": 4},
+            },
+            r"swa_window_size 4 \(in dflash_config\) beside sliding_window 8",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(change: dict[str, Any], reason: str, tiny_target: Target) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import build, loss_of, random_batch
+from families import target_and_plain_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,8 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.drafters.eagle import Eagle
+from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.drafters.mlp_speculator import MLPSpeculator
 from draftsmith.models.drafters.p_eagle import PEagle
+from draftsmith.models.layers import rotary_table
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"intermediate_size": 48, "unroll_steps": 1, "divergence_weight": 1.0, "bias": True}),
@@ -104,6 +107,27 @@ def test_mlp_speculator_is_ibms(settings: dict, tiny_target: Target) -> None:
         found = drafter.next_state(i, found, token_ids[:, i])
         torch.testing.assert_close(found, expected)
         assert torch.equal(drafter.head[i](found), F.linear(found, tensors[f"head.{i}.weight"]))
+
+
+LONG = {"short_factor": [1.0] * 2, "long_factor": [4.0] * 2, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        ("phi3", {"rope_type": "longrope", "partial_rotary_factor": 0.5, **LONG}),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}),
+    ],
+)
+def test_angles_do_not_depend_on_the_length_of_a_table(model_type: str, rope: dict[str, Any]) -> None:
+    """Those of the target do, which may rotate a part of each head: a drafter's table is as long as its cache."""
+    changes = {"rope_parameters": {**rope, "rope_theta": 500.0}, "max_position_embeddings": 64}
+    target, _ = target_and_plain_model(model_type, changes)
+    drafter = build("eagle3", target)
+    assert isinstance(drafter, Eagle3)
+    longer = rotary_table(drafter.rotary, 100, drafter.fc.weight)
+    assert torch.equal(rotary_table(drafter.rotary, 10, drafter.fc.weight), longer[:10])
+    assert drafter.engine_config()["rope_theta"] == 500.0
 
 
 def test_sampled_depths_are_right_on_average(tiny_target: Target) -> None:

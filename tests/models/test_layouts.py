@@ -35,6 +35,7 @@ def test_public_checkpoints(layout: str, deep_target: Target, tmp_path: Path) ->
     [
         ({"speculators_model_type": "mtp"}, "'mtp': those that are read are eagle3, dflash, dflash2, dspark"),
         ({"transformer_layer_config": None}, "no transformer_layer_config"),
+        ({"norm_before_residual": None}, "lacks norm_before_residual, which vLLM takes for true"),
     ],
 )
 def test_speculators_refused(changes: dict[str, Any], message: str, deep_target: Target, tmp_path: Path) -> None:

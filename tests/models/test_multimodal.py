@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
+from draftsmith.models.drafter_parts.target_layers import layer_tensors
 from draftsmith.models.errors import UserError
 from draftsmith.models.target import loading
 from draftsmith.models.target.shape import target_weights
@@ -113,6 +114,17 @@ def test_first_layers_are_read_without_towers(model_type: str, tmp_path: Path, m
     assert torch.equal(*states)
     assert read
     assert not [name for name in read if any(part in name for part in TOWERS) and re.search(r"\.\d+\.", name)]
+
+
+@pytest.mark.parametrize("model_type", ["llava", "voxtral"])
+def test_layers_to_copy_are_the_decoders(model_type: str, tmp_path: Path) -> None:
+    """From the files, too, in which a layer of a tower has the same number."""
+    save(whole_model(model_type), tmp_path)
+    whole, ends = Target.from_pretrained(tmp_path, "cpu"), Target.head_from_pretrained(tmp_path, None, "cpu")
+    expected = layer_tensors(whole, 2)
+    found = layer_tensors(ends, 2)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("model_type", DECODED)
