@@ -121,8 +121,14 @@ def files_of_index(index: Path) -> dict[str, str]:
         raise UserError(f"{index} has no weight_map, as an index of weights must: get it anew")
     folder = Path(os.path.realpath(index.parent))
     places = [folder, *([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])]
-    for name in {str(file) for file in files.values()}:
-        plain = PurePath(name).name == name and "\0" not in name
-        if not plain or Path(os.path.realpath(folder / name)).parent not in places:
-            raise UserError(f"{index} names {name!r}, which is no file of its folder: take another copy of the model")
-    return {tensor: str(file) for tensor, file in files.items()}
+
+    def lies_there(name: str) -> bool:
+        is_plain = PurePath(name).name == name and "\0" not in name
+        return is_plain and Path(os.path.realpath(folder / name)).parent in places
+
+    wrong = [file for file in files.values() if not isinstance(file, str)]
+    if wrong := wrong or [name for name in {*files.values()} if not lies_there(name)]:
+        raise UserError(
+            f"{index} names {str(wrong[0])!r}, which is no file of its folder: take another copy of the model"
+        )
+    return files
