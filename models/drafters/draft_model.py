@@ -109,9 +109,7 @@ class DraftModel(Drafter):
             model, tokenizer = load_model(name, read_config(name), torch.device("cpu"), torch.float32)
         except UserError as error:
             raise UserError(f"drafter.model={name}: {error}") from None
-        if isinstance(
-            model, LanguageModel
-        ):  # of a multimodal model; engines load the causal language model of its text
+        if isinstance(model, LanguageModel):  # of a multimodal one: engines load the causal model of its text
             weights, model = model.state_dict(), new_model(model.config)
             model.load_state_dict(weights)
         model.requires_grad_(True)
