@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.processes import locked
 from draftsmith.data.samples.folder import INDEX, read_samples
 from draftsmith.data.samples.sample import Sample
-from draftsmith.inference.measuring.certify import CertifySettings
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation, upgraded
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning.costs import Costs
@@ -230,7 +228,6 @@ def test_a_measurement_killed_at_any_change_is_absent_or_whole(
 ) -> None:
     """The same command then writes all of it. The report is written behind it, of what is there."""
     monkeypatch.setattr(comparison, "costs_beside", lambda *_: None)  # else measured where the time is enough
-    monkeypatch.setattr(comparison, "CertifySettings", partial(CertifySettings, num_texts=4, batch_size=4))
     (tmp_path / "prompts.txt").write_text("heat the iron\nstrike it\n")
     words = f"{command} --target {tiny_target.name} --drafter ngram --prompts {tmp_path / 'prompts.txt'}"
     words += f" --max-new-tokens 3 {MEASUREMENTS[command]} --out {tmp_path / 'out'}"
