@@ -3,11 +3,9 @@
 The fields have the names and the order of the file; docs/measurement.md explains them.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
@@ -387,28 +385,6 @@ class Evaluation:
     def best(self) -> Result:
         """The row of the setting at which it is fastest; of draftsmith's decoder."""
         return max(self.results, key=lambda row: row.rank_key)
-
-
-def place_of_best(rows: Sequence[Result | JudgedResult]) -> int:
-    """Return the place of the best of a run's checkpoints, given the first row of each, oldest first.
-
-    A round of each costs the same, as all have one architecture. They rank by tokens a round over that cost, pooled
-    over the rows of one setting, since single times are too noisy. Rows that an engine judged are of one setting, so
-    their cost plays no part. Those with divergences come last, and of equal ones the later is the better.
-    """
-
-    def cost(row: Result) -> float:
-        alike = [other for other in rows if isinstance(other, Result)]
-        return fmean(
-            other.steps_a_round for other in alike if other.setting.differs_only_in(row.setting, "num_prompts")
-        )
-
-    def key(place: int) -> tuple[bool, float, int]:
-        row = rows[place]
-        value = row.tokens_a_round / cost(row) if isinstance(row, Result) else row.acceptance.mean_acceptance_length
-        return row.is_sound, value, place
-
-    return max(range(len(rows)), key=key)
 
 
 def read_evaluation(path: Path) -> Evaluation:

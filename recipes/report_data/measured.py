@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting, place_of_best
+from draftsmith.inference.measuring.ranking import place_of_best
+from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 from draftsmith.train.run_folder.stored_run import LoggedStep

@@ -10,13 +10,13 @@ import pytest
 from reports import ENVIRONMENT, result, typed_result, write_results
 
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
+from draftsmith.inference.measuring.ranking import place_of_best
 from draftsmith.inference.measuring.results import (
     BaselineResult,
     DomainResult,
     Evaluation,
     Finding,
     Result,
-    place_of_best,
     read_evaluation,
     write_evaluation,
 )

@@ -17,11 +17,11 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.measuring.ranking import place_of_best
 from draftsmith.inference.measuring.results import (
     Evaluation,
     EvaluationCost,
     Result,
-    place_of_best,
     read_evaluation,
     write_evaluation,
 )

@@ -11,7 +11,8 @@ from draftsmith.data.progress import notice
 from draftsmith.data.samples.folder import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.judged import JudgedResult
-from draftsmith.inference.measuring.results import Result, place_of_best, read_evaluation
+from draftsmith.inference.measuring.ranking import place_of_best
+from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
 from draftsmith.models.errors import UserError
