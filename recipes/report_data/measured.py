@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from draftsmith.inference.measuring.ranking import place_of_best
 from draftsmith.inference.measuring.results import Environment, Evaluation, Result, Setting
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
+from draftsmith.train.run_folder.run_folder import place_of_best
 from draftsmith.train.run_folder.stored_run import LoggedStep
 
 FREE = ("batch_size", "draft_length", "tree_nodes")  # in which the settings differ that a report compares

@@ -10,7 +10,6 @@ import pytest
 from reports import ENVIRONMENT, result, typed_result, write_results
 
 from draftsmith.inference.decoding.schedule import Adaptive, Confident, Schedule
-from draftsmith.inference.measuring.ranking import place_of_best
 from draftsmith.inference.measuring.results import (
     BaselineResult,
     DomainResult,
@@ -22,6 +21,7 @@ from draftsmith.inference.measuring.results import (
 )
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.typed_json import to_json
+from draftsmith.train.run_folder.run_folder import place_of_best
 
 ROOT = Path(__file__).parents[2]
 

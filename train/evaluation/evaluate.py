@@ -17,7 +17,6 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.judged import JudgedResult
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
-from draftsmith.inference.measuring.ranking import place_of_best
 from draftsmith.inference.measuring.results import (
     Evaluation,
     EvaluationCost,
@@ -52,7 +51,13 @@ from draftsmith.train.inputs.features import whole_target
 from draftsmith.train.process.signals import Stopped, StopRequest
 from draftsmith.train.process.stages import Stages
 from draftsmith.train.run_folder.checkpoint import checkpoint_step, checkpoints
-from draftsmith.train.run_folder.run_folder import best_checkpoint, compared_rows, link_best, measured_checkpoints
+from draftsmith.train.run_folder.run_folder import (
+    best_checkpoint,
+    compared_rows,
+    link_best,
+    measured_checkpoints,
+    place_of_best,
+)
 from draftsmith.train.run_folder.tracking import Tracker
 
 ERROR = "evaluation.error.txt"

@@ -1,7 +1,9 @@
 """The folder of a run: its config, what it ran on, and the link to its best checkpoint."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,7 +13,6 @@ from draftsmith.data.progress import notice
 from draftsmith.data.samples.folder import data_hash, read_prepared
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.judged import JudgedResult
-from draftsmith.inference.measuring.ranking import place_of_best
 from draftsmith.inference.measuring.results import Result, read_evaluation
 from draftsmith.models import Target
 from draftsmith.models.drafter_parts.layouts import checkpoint_hash
@@ -196,3 +197,25 @@ def compared_rows(run: Path) -> dict[Path, Result | JudgedResult]:
     if isinstance(newest, JudgedResult):
         return {path: row for path, row in first.items() if row.setting == newest.setting}
     return {path: row for path, row in first.items() if isinstance(row, Result)}
+
+
+def place_of_best(rows: Sequence[Result | JudgedResult]) -> int:
+    """Return the place of the best of a run's checkpoints, given the first row of each, oldest first.
+
+    A round of each costs the same, as all have one architecture. They rank by tokens a round over that cost, pooled
+    over the rows of one setting, since single times are too noisy. Rows that an engine judged are of one setting, so
+    their cost plays no part. Those with divergences come last, and of equal ones the later is the better.
+    """
+
+    def cost(row: Result) -> float:
+        alike = [other for other in rows if isinstance(other, Result)]
+        return fmean(
+            other.steps_a_round for other in alike if other.setting.differs_only_in(row.setting, "num_prompts")
+        )
+
+    def key(place: int) -> tuple[bool, float, int]:
+        row = rows[place]
+        value = row.tokens_a_round / cost(row) if isinstance(row, Result) else row.acceptance.mean_acceptance_length
+        return row.is_sound, value, place
+
+    return max(range(len(rows)), key=key)
