@@ -38,7 +38,7 @@ class Contender:
 class Rung:
     """A part of the race, and who is left after it."""
 
-    contenders: list[Contender]  # that were trained, the best potential first
+    contenders: list[Contender]  # that were trained, the best first
     kept: list[str]
     decision: str  # in words
 
@@ -46,7 +46,7 @@ class Rung:
 def run_rung(
     alive: list[str], plan: AutoPlan, before: dict[str, Score], train: Training, load: ServingLoad
 ) -> list[Contender]:
-    """Train every kind that is alive for its part of a rung; return them, the best potential first.
+    """Train every kind that is alive for its part of a rung; return them, the best first.
 
     `before` holds the score that each had before, from which its growth is told.
     """
@@ -54,7 +54,24 @@ def run_rung(
     for kind in alive:
         score, costs = train(kind, plan.steps_in_rung(kind, len(alive), before[kind].steps))
         contenders.append(with_forecast(before[kind], score, costs, plan, load))
-    return sorted(contenders, key=lambda contender: (contender.potential, contender.best_potential), reverse=True)
+    return ranked(contenders)
+
+
+def ranked(contenders: list[Contender]) -> list[Contender]:
+    """Return contenders, those of the best forecast first.
+
+    Forecasts are level where they differ from the best by no more than half of the interval of what that one has
+    reached. Among these the order is that of what each has reached, which is known better than its growth.
+    """
+    best = max(contenders, key=lambda contender: contender.potential)
+    level = best.potential - (best.score.high - best.score.low) / 2
+
+    def rank_key(contender: Contender) -> tuple[bool, float, float]:
+        is_level = contender.potential >= level
+        known = contender.score.speedup if is_level else contender.potential
+        return is_level, known, contender.best_potential
+
+    return sorted(contenders, key=rank_key, reverse=True)
 
 
 def with_forecast(before: Score, score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
@@ -79,7 +96,8 @@ def decided(number: int, contenders: list[Contender], lookups: list[Score]) -> R
     line = f"rung {number}: {', '.join(kept)} go on" if len(kept) > 1 else f"rung {number}: {kept[0]} goes on"
     for loser in dropped:
         reason = (
-            f"forecast {loser.potential:.2f}×, {best.score.name} {best.potential:.2f}×"
+            f"forecast {loser.potential:.2f}× after {loser.score.speedup:.2f}×, {best.score.name} "
+            f"{best.potential:.2f}× after {best.score.speedup:.2f}×"
             if loser.potential
             else "no request is forecast to keep the SLA"
         )

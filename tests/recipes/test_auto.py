@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
 from draftsmith.recipes.auto.budget import answering_share, prompts_to_answer
 from draftsmith.recipes.auto.contenders import served_kinds
-from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, why_over
+from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, ranked, why_over
 from draftsmith.recipes.auto.score import (
     Score,
     ServingLoad,
@@ -381,9 +382,19 @@ def test_a_decision_says_who_goes_on_and_why() -> None:
     ]
     text = decided(2, contenders, [score_of("ngram", 0.3, speedup=1.1)]).decision
     assert text == (
-        "rung 2: eagle3 goes on; hydra is dropped: forecast 1.40×, eagle3 1.50×; medusa is dropped: forecast 1.30×, "
-        "eagle3 1.50×; ngram has 1.10× without training"
+        "rung 2: eagle3 goes on; hydra is dropped: forecast 1.40× after 1.50×, eagle3 1.50× after 1.50×; medusa is "
+        "dropped: forecast 1.30× after 1.50×, eagle3 1.50× after 1.50×; ngram has 1.10× without training"
     )
+
+
+def test_level_forecasts_are_ranked_by_what_was_reached() -> None:
+    """A score is known to 0.1: of forecasts that lie as near, the kind wins that needs less growth to get there."""
+    reached = {"medusa": (1.5, 1.05), "hydra": (1.45, 1.2), "eagle3": (1.3, 1.25)}
+    contenders = [
+        Contender(score_of(name, 0.3, speedup), 0.2, forecast, 2.0) for name, (forecast, speedup) in reached.items()
+    ]
+    for shuffled in permutations(contenders):
+        assert [contender.score.name for contender in ranked(list(shuffled))] == ["hydra", "medusa", "eagle3"]
 
 
 # --- the whole
