@@ -23,6 +23,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +36,7 @@ from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.replay.replay import record
+from draftsmith.inference.replay.replay import Recording, record
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.batch import Batch
 from draftsmith.models.sampling.sampling import Sampling
@@ -186,6 +187,14 @@ def drafter_in(out: Path) -> Path:
     return ours[-1] if ours else max((path for path in out.iterdir() if path.name.isdigit()), key=lambda p: int(p.name))
 
 
+@cache
+def held_out_texts(folder: Path) -> list[Recording]:
+    """Return the target's texts on the held-out prompts, one recording greedy and one at temperature 1."""
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    prompts = read_prompt_set(str(folder / "held_out.jsonl"), target, None, MAX_NEW_TOKENS).token_ids
+    return [record(target, prompts, Sampling(heat), MAX_NEW_TOKENS, DRAFT_LENGTH) for heat in MODES]
+
+
 def result_of(args: argparse.Namespace, side: Side, minutes: float, seed: int) -> PeerResult:
     """Train and measure a drafter, or read what an earlier call measured."""
     out = args.folder / "runs" / f"{side}-{minutes:g}-minutes-seed-{seed}"
@@ -194,9 +203,7 @@ def result_of(args: argparse.Namespace, side: Side, minutes: float, seed: int) -
         steps = round(60 * minutes / seconds_a_step(args, side))
         cpu_seconds = cpu_seconds_of(args, PeerRun(side, steps, seed), out)
         target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
-        prompts = read_prompt_set(str(args.folder / "held_out.jsonl"), target, None, MAX_NEW_TOKENS).token_ids
-        recordings = [record(target, prompts, Sampling(heat), MAX_NEW_TOKENS, DRAFT_LENGTH) for heat in MODES]
-        lengths = acceptance_lengths(target, load_drafter(drafter_in(out), target), recordings)
+        lengths = acceptance_lengths(target, load_drafter(drafter_in(out), target), held_out_texts(args.folder))
         path.write_text(json.dumps(asdict(PeerResult(side, minutes, seed, steps, cpu_seconds, *lengths))))
     return PeerResult(**json.loads(path.read_text()))
 
