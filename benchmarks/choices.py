@@ -1,0 +1,181 @@
+"""What single settings of the quickstart's EAGLE-3 change: acceptance after the same time of training, by seed.
+
+    python benchmarks/choices.py --samples DIR [--seconds 40 120] [--seeds 0 1 2] [--choices NAME ...] [--out FILE]
+
+Each choice changes one field of the recipe. It takes as many steps as some timed ones let expect in so many CPU seconds
+on one thread, so a choice whose steps take longer has fewer of them. What the target computes is not counted: it is the
+same for all. Then held-out texts of the target tell what chains of 4 would have had accepted, as in learning.py.
+FILE keeps the rows, one a line: give the same command again to go on. The differences from the recipe, which stand at
+the end, are of the same seeds, with 95 % intervals by Student's t.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from learning import DRAFT_LENGTH, MAX_NEW_TOKENS, MODES, Step, acceptance_lengths, fit, steps_with_features
+from scipy.stats import t as student_t
+
+from draftsmith.data.features.vocabulary import token_counts
+from draftsmith.data.prompts.prompts import encode_prompts
+from draftsmith.data.samples.batches import BatchPlan
+from draftsmith.data.samples.folder import read_samples
+from draftsmith.data.samples.samples import Samples
+from draftsmith.inference.measuring.environment import environment
+from draftsmith.inference.replay.replay import Recording, record
+from draftsmith.models import DRAFTERS, Drafter, Target
+from draftsmith.models.sampling.sampling import Sampling
+from draftsmith.recipes.configs.recipes import RECIPES
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
+
+RECIPE = "quickstart_eagle3"
+TIMED_STEPS = 2, 8  # to warm up, and timed
+CHOICES: dict[str, dict[str, Any]] = {
+    "the recipe": {},
+    "loss: cross-entropy": {"divergence": "cross_entropy"},
+    "loss: cross-entropy and L1": {"divergence": "cross_entropy_and_l1"},
+    "loss: LK hybrid": {"divergence": "lk_hybrid"},
+    "loss: half KL, then LK hybrid": {"divergence": "lk_hybrid", "kl_share": 0.5},
+    "loss: total variation": {"divergence": "total_variation"},
+    "unroll: 2 steps": {"unroll_steps": 2},
+    "unroll: 5 steps": {"unroll_steps": 5},
+    "step decay 0.6": {"step_decay": 0.6},
+    "step decay 1": {"step_decay": 1.0},
+    "draft vocabulary: 512": {"draft_vocab_size": 512},
+    "draft vocabulary: 1024": {"draft_vocab_size": 1024},
+    "two layers": {"num_layers": 2},
+    "MLP twice as wide": {"intermediate_size": 1376},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a choice came to with a seed after so many CPU seconds of training."""
+
+    choice: str
+    seed: int
+    seconds: float  # that were planned
+    steps: int
+    cpu_seconds: float  # that the steps took
+    greedy: float  # acceptance length
+    sampled: float  # the same at temperature 1
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all choices share."""
+
+    target: Target
+    samples: Samples
+    recordings: list[Recording]  # of held-out texts, one a mode
+
+    def row(self, choice: str, seed: int, seconds: float) -> Row:
+        """Train one choice and tell what it came to."""
+        plan = BatchPlan(self.samples, 8, 512, 8 * 512, seed=seed)
+        drafter = self.new_drafter(choice, seed, plan)
+        num_steps = max(10, round(seconds / self.seconds_a_step(choice, drafter.layer_ids, plan)))
+        steps = steps_with_features(self.target, plan, drafter.layer_ids, num_steps)
+        begin = time.process_time()
+        trained(drafter, steps)
+        cpu_seconds = time.process_time() - begin
+        return Row(choice, seed, seconds, num_steps, cpu_seconds, *self.lengths(drafter))
+
+    def lengths(self, drafter: Drafter) -> list[float]:
+        """Return the acceptance length in each mode."""
+        return acceptance_lengths(self.target, drafter, self.recordings)
+
+    def new_drafter(self, choice: str, seed: int, plan: BatchPlan) -> Drafter:
+        """Return a drafter of a choice before its first step."""
+        config = replace(RECIPES[RECIPE]().drafter, **CHOICES[choice])
+        torch.manual_seed(seed)
+        drafter = DRAFTERS[config.kind].from_target(config, self.target)
+        drafter.fit_vocabulary(token_counts(plan, self.target.vocab_size))
+        return drafter
+
+    def seconds_a_step(self, choice: str, layer_ids: tuple[int, ...], plan: BatchPlan) -> float:
+        """Return the CPU time of a step of a choice, the target's part left out."""
+        warm_up, timed = TIMED_STEPS
+        steps = steps_with_features(self.target, plan, layer_ids, warm_up + timed)
+        drafter = self.new_drafter(choice, 0, plan)
+        trained(drafter, steps[:warm_up])
+        begin = time.process_time()
+        trained(drafter, steps[warm_up:])
+        return (time.process_time() - begin) / timed
+
+
+def trained(drafter: Drafter, steps: list[Step]) -> None:
+    """Train a drafter on these steps by the recipe's optimiser."""
+    fit(drafter, steps, RECIPES[RECIPE]().optimizer)
+
+
+def rows_of(study: Study, args: argparse.Namespace) -> list[Row]:
+    """Return a row for each seed, time and choice, of which those in the file are there already."""
+    lines = args.out.read_text().splitlines() if args.out.is_file() else []
+    rows = [Row(**json.loads(line)) for line in lines]
+    done = {(row.choice, row.seed, row.seconds) for row in rows}
+    for seed in args.seeds:
+        for seconds in args.seconds:
+            for choice in args.choices:
+                if (choice, seed, seconds) not in done:
+                    rows.append(study.row(choice, seed, seconds))
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(asdict(rows[-1])) + "\n")
+    return rows
+
+
+def cell(values: list[float], of_recipe: list[float]) -> str:
+    """Return the mean of the seeds, and its difference from the recipe's with the 95 % interval."""
+    mean = f"{fmean(values):.2f}"
+    differences = [value - other for value, other in zip(values, of_recipe, strict=True)]
+    if len(differences) < 2 or not any(differences):
+        return mean
+    half = float(student_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
+    return f"{mean}, {fmean(differences):+.2f} ± {half:.2f}"
+
+
+def print_table(rows: list[Row], seconds: float, choices: list[str]) -> None:
+    """Print the choices after one time, by the order of the seeds."""
+    print(f"\n| {seconds:g} CPU seconds | steps | T=0, and beside the recipe | T=1, and beside the recipe |")
+    print("|---|---|---|---|")
+    by_choice = {
+        choice: sorted(
+            (row for row in rows if (row.choice, row.seconds) == (choice, seconds)), key=lambda row: row.seed
+        )
+        for choice in choices
+    }
+    recipe = by_choice["the recipe"]
+    for choice, own in by_choice.items():
+        steps = "/".join(str(row.steps) for row in own)
+        greedy = cell([row.greedy for row in own], [row.greedy for row in recipe])
+        sampled = cell([row.sampled for row in own], [row.sampled for row in recipe])
+        print(f"| {choice} | {steps} | {greedy} | {sampled} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=Path, required=True)
+    parser.add_argument("--seconds", nargs="+", type=float, default=[40.0, 120.0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
+    parser.add_argument("--prompts", type=int, default=157)
+    parser.add_argument("--out", type=Path, default=Path("choices.jsonl"))
+    args = parser.parse_args()
+    args.choices = list(dict.fromkeys(["the recipe", *args.choices]))  # which the others are compared with
+    torch.set_num_threads(1)
+    target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+    prompts = encode_prompts(prompts_for(target, held_out=True)[: args.prompts], target)
+    recordings = [record(target, prompts, Sampling(heat), MAX_NEW_TOKENS, DRAFT_LENGTH) for heat in MODES]
+    rows = rows_of(Study(target, read_samples(args.samples), recordings), args)
+    env = environment(target)
+    print(f"{env.command}, {env.device}, one thread, commit {env.git_commit}")
+    for seconds in args.seconds:
+        print_table(rows, seconds, args.choices)
+
+
+if __name__ == "__main__":
+    main()
