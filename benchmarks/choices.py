@@ -42,6 +42,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "loss: LK hybrid": {"divergence": "lk_hybrid"},
     "loss: half KL, then LK hybrid": {"divergence": "lk_hybrid", "kl_share": 0.5},
     "loss: total variation": {"divergence": "total_variation"},
+    "unroll: 1 step": {"unroll_steps": 1},
     "unroll: 2 steps": {"unroll_steps": 2},
     "unroll: 5 steps": {"unroll_steps": 5},
     "step decay 0.6": {"step_decay": 0.6},

@@ -1,8 +1,8 @@
-"""Every family of drafter on the quickstart target, with equal training time, and what single choices change.
+"""Every family of drafter on the quickstart target with equal training time; longer drafts; text by other writers.
 
     python benchmarks/families.py samples RUNS              # text that the target wrote, and given text
     python benchmarks/families.py train RUNS --minutes 3 [NAME ...]
-    python benchmarks/families.py compare RUNS families     # or blocks, lengths, loss, unroll, text, vocabulary
+    python benchmarks/families.py compare RUNS families     # or blocks, lengths, text
     python benchmarks/families.py curves RUNS families --steps 200
 
 A drafter takes as many steps as so many minutes of CPU time on one thread allow, by some timed ones in which the target
@@ -56,18 +56,6 @@ STORED_LAYERS = [2, 6, 9, 10, 12]  # of the target, that all but draft models re
 LENGTH = 256  # tokens of a row
 BLOCKS = ["dflash", "dflash2", "dspark", "domino"]
 FAMILIES = ["eagle3", "eagle", "mtp", "p_eagle", "medusa", "hydra", "mlp_speculator", "draft_model", *BLOCKS]
-# name -> fields of the drafter that differ from quickstart_eagle3's, whose loss is forward_kl and whose unroll is 3
-EAGLE3_VARIANTS: dict[str, dict[str, Any]] = {
-    "loss-cross_entropy": {"divergence": "cross_entropy"},
-    "loss-total_variation": {"divergence": "total_variation"},
-    "loss-lk_hybrid": {"divergence": "lk_hybrid"},
-    "unroll-1": {"unroll_steps": 1},
-    "unroll-5": {"unroll_steps": 5},
-    "unroll-7": {"unroll_steps": 7},
-    "vocabulary-256": {"draft_vocab_size": 256},
-    "vocabulary-512": {"draft_vocab_size": 512},
-    "vocabulary-1024": {"draft_vocab_size": 1024},
-}
 # name -> fields of a drafter that drafts 8 tokens; EAGLE-3 has no longest draft
 LENGTHS: dict[str, dict[str, Any]] = {
     "eagle3": {},
@@ -80,10 +68,7 @@ LOOKUPS = ["ngram", "suffix", "lookahead", "suffix+hydra"]
 GROUPS = {
     "families": [*FAMILIES, "untrained", *LOOKUPS],
     "blocks": ["eagle3", "hydra", "mtp", *BLOCKS, *BLOCK_VARIANTS],
-    "loss": ["eagle3", *(name for name in EAGLE3_VARIANTS if name.startswith("loss"))],
-    "unroll": ["unroll-1", "eagle3", "unroll-5", "unroll-7"],
     "text": ["eagle3", "text-given", "draft_model", "text-given-draft_model", "text-own-draft_model"],
-    "vocabulary": [*(name for name in EAGLE3_VARIANTS if name.startswith("vocabulary")), "eagle3"],
 }
 
 
@@ -91,7 +76,7 @@ def config_of(name: str, runs: Path) -> TrainConfig:
     given = name.startswith("text-given")
     kind = "draft_model" if name.endswith("-draft_model") else name.partition("-")[0]
     config = RECIPES[f"quickstart_{kind if kind in FAMILIES else 'eagle3'}"]()
-    config.drafter = replace(config.drafter, **{**EAGLE3_VARIANTS, **BLOCK_VARIANTS, **LENGTHS}.get(name, {}))
+    config.drafter = replace(config.drafter, **{**BLOCK_VARIANTS, **LENGTHS}.get(name, {}))
     config.target = str(EMBEDDED_TARGET)
     config.data.samples = str(runs / ("given" if given else "samples"))
     config.data.max_length = LENGTH

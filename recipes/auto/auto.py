@@ -125,7 +125,7 @@ class Auto:
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
         training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {in_words(settings.budget)} allow on this machine ...")
-        plan = make_plan(target, training, drafters, settings.budget, self.answers)
+        plan = make_plan(target, training, traffic.num_test, drafters, settings.budget, self.answers)
         rivals = {} if self.engine else {name: load_drafter(name, target) for name in LOOKUPS}
         costs = self.costs({**drafters, **rivals}, plan.num_threads)
         needed = {

@@ -19,14 +19,18 @@ from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     MOST_STORED,
     fastest_num_threads,
+    mean_answer,
     stored_bytes,
     time_step,
     timed_samples,
 )
 from draftsmith.train import TrainConfig
 
-# Shares of the time: the target's answers with what is learnt from them, and measuring at the end. The rest is slack.
-LEARNING_SHARE, MEASURE_SHARE = 0.75, 0.17
+# Shares of the time: measuring at the end, at least and at most, and slack. In the rest the target answers and drafters
+# learn.
+MEASURE_SHARE, MOST_MEASURING, SLACK_SHARE = 0.17, 0.45, 0.08
+# At the end so many drafters and plain decoding answer each prompt of the test, at about so many draft lengths.
+FINALISTS, LENGTHS = 4, 3
 LEAST_ANSWERING, MOST_ANSWERING = 0.15, 0.4  # shares of the time, for the target's answers and features
 RACE_SHARE = 0.58  # of the time for training; the winner has the rest
 PASSES = 4  # of the winner over the answers: with many more it learns them by heart
@@ -120,34 +124,42 @@ def target_is_small(target: Target) -> bool:
 
 
 def make_plan(
-    target: Target, prompts: list[Prompt], drafters: dict[str, Drafter], hours: float, answers: PrepareSettings
+    target: Target,
+    prompts: list[Prompt],
+    num_test: int,
+    drafters: dict[str, Drafter],
+    hours: float,
+    answers: PrepareSettings,
 ) -> AutoPlan:
-    """Time some answers, decoded prompts and a few steps of new drafters of each kind, and divide the time."""
+    """Time some answers, decoded prompts and a few steps of new drafters of each kind, and divide the time.
+
+    `prompts` are those to train on, and `num_test` is the number of those that tell the result.
+    """
     seconds, small = 3600 * hours, target_is_small(target)
     first = prompts[: answers.batch_size]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     timed = prompts[: TIMED_BATCHES * answers.batch_size]
     samples, seconds_of_timed = timed_samples(plain, timed, answers)
     answer_seconds = seconds_of_timed / len(timed)
-    num_threads, _ = fastest_num_threads(plain, first[:TIMED_PROMPTS])
+    num_threads, token_seconds = fastest_num_threads(plain, first[:TIMED_PROMPTS])
+    test_seconds = num_test * (FINALISTS + 1) * LENGTHS * token_seconds * mean_answer(samples, answers.max_new_tokens)
+    ending = plan_ending(target, first, answers.max_new_tokens, seconds, test_seconds)
+    learning_share = 1 - SLACK_SHARE - ending.share
     recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
     answer_seconds += max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
     sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
-    share = answering_share(answer_seconds, sample_seconds, len(drafters))
+    share = answering_share(learning_share, answer_seconds, sample_seconds, len(drafters))
     affordable = max(len(first), int(share * seconds / answer_seconds))
     num_prompts, answers_per_prompt = prompts_to_answer(affordable, len(prompts), len(answers.samplings))
     num_answers = answers_per_prompt * num_prompts
-    training_seconds = max(0.0, LEARNING_SHARE * seconds - num_answers * answer_seconds)
+    training_seconds = max(0.0, learning_share * seconds - num_answers * answer_seconds)
     in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
     step_seconds = {
         kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
         for kind, step in times.items()
     }
-    certificates, certificate_seconds = affordable_certificates(
-        target, first, answers.max_new_tokens, 2 / 3 * MEASURE_SHARE * seconds
-    )
     return AutoPlan(
         target=target.name,
         hours=hours,
@@ -158,8 +170,8 @@ def make_plan(
         stored_layers=layers if in_store else None,
         rung_seconds=RACE_SHARE * training_seconds / (PROBE_SHARE + num_rungs(len(drafters))),
         final_seconds=(1 - RACE_SHARE) * training_seconds,
-        certificates=certificates,
-        measure_minutes=max(MEASURE_SHARE * seconds / 3, MEASURE_SHARE * seconds - certificate_seconds) / 60,
+        certificates=ending.certificates,
+        measure_minutes=ending.measure_minutes,
         target_is_small=small,
         least_seconds=len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
@@ -171,14 +183,41 @@ def prompts_to_answer(affordable: int, num_prompts: int, most_answers: int) -> t
     return min(num_prompts, affordable), min(most_answers, max(1, affordable // num_prompts))
 
 
-def answering_share(answer_seconds: float, sample_seconds: float, num_kinds: int) -> float:
+@dataclass(frozen=True)
+class Ending:
+    """The end of a search: what certifies its drafters, how long they are measured, the share of the time for both."""
+
+    certificates: CertifySettings
+    measure_minutes: float
+    share: float
+
+
+def plan_ending(
+    target: Target, prompts: list[Prompt], max_new_tokens: int, seconds: float, test_seconds: float
+) -> Ending:
+    """Return how a search of so many seconds ends, where each prompt of the test once takes `test_seconds` in all."""
+    certificates, certificate_seconds = affordable_certificates(
+        target, prompts, max_new_tokens, 2 / 3 * MEASURE_SHARE * seconds
+    )
+    share = measuring_share((certificate_seconds + test_seconds) / seconds)
+    measure_seconds = max(MEASURE_SHARE * seconds / 3, share * seconds - certificate_seconds)
+    return Ending(certificates, measure_seconds / 60, share)
+
+
+def measuring_share(needed: float) -> float:
+    """Return the share of the time for measuring at the end, where certificates and each prompt once need so much."""
+    return min(max(needed, MEASURE_SHARE), MOST_MEASURING)
+
+
+def answering_share(learning_share: float, answer_seconds: float, sample_seconds: float, num_kinds: int) -> float:
     """Return the share of the time in which the target answers, so that the winner sees each answer `PASSES` times.
 
-    `answer_seconds` are those of an answer with its features, and `sample_seconds` those of training on one.
+    `learning_share` is that of answers and training. `answer_seconds` are those of an answer with its features, and
+    `sample_seconds` those of training on one.
     """
     alive = [max(1, num_kinds >> rung) for rung in range(num_rungs(num_kinds))]
     of_winner = RACE_SHARE * statistics.fmean(1 / number for number in alive) + 1 - RACE_SHARE  # of the training
-    share = LEARNING_SHARE / (1 + PASSES * sample_seconds / (of_winner * answer_seconds))
+    share = learning_share / (1 + PASSES * sample_seconds / (of_winner * answer_seconds))
     return min(max(share, LEAST_ANSWERING), MOST_ANSWERING)
 
 

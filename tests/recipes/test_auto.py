@@ -36,7 +36,7 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget
-from draftsmith.recipes.auto.budget import answering_share, prompts_to_answer
+from draftsmith.recipes.auto.budget import answering_share, measuring_share, prompts_to_answer
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, ranked, why_over
 from draftsmith.recipes.auto.score import (
@@ -180,12 +180,17 @@ def test_the_winner_passes_four_times_over_the_answers() -> None:
 
     An answer takes two seconds, and training on one takes one second.
     """
-    share = answering_share(2.0, 1.0, 4)
-    training = 1000 * (budget.LEARNING_SHARE - share)
+    share = answering_share(0.75, 2.0, 1.0, 4)
+    training = 1000 * (0.75 - share)
     rung, final = budget.RACE_SHARE * training / 2, (1 - budget.RACE_SHARE) * training
     assert (rung / 4 + rung / 2 + final) / 1.0 == pytest.approx(budget.PASSES * 1000 * share / 2.0)
-    assert answering_share(0.001, 1.0, 4) == budget.LEAST_ANSWERING
-    assert answering_share(100.0, 1.0, 4) == budget.MOST_ANSWERING
+    assert answering_share(0.75, 0.001, 1.0, 4) == budget.LEAST_ANSWERING
+    assert answering_share(0.75, 100.0, 1.0, 4) == budget.MOST_ANSWERING
+
+
+def test_a_short_search_leaves_time_for_its_end() -> None:
+    """A sixth of the time is for measuring at least; what takes longer gets what it takes, as long as half is left."""
+    assert [measuring_share(needed) for needed in (0.01, 0.3, 2.0)] == [0.17, 0.3, 0.45]
 
 
 def test_prompts_are_answered_again_where_there_is_time_for_all() -> None:
