@@ -2,11 +2,12 @@
 
     python benchmarks/choices.py --samples DIR [--seconds 40 120] [--seeds 0 1 2] [--choices NAME ...] [--out FILE]
 
-Each choice changes one field of the recipe. It takes as many steps as some timed ones let expect in so many CPU seconds
-on one thread, so a choice whose steps take longer has fewer of them. What the target computes is not counted: it is the
-same for all. Then held-out texts of the target tell what chains of 4 would have had accepted, as in learning.py.
-FILE keeps the rows, one a line: give the same command again to go on. The differences from the recipe, which stand at
-the end, are of the same seeds, with 95 % intervals by Student's t.
+Each choice changes one field of the recipe. It takes as many steps as so many CPU seconds allow on one thread, so a
+choice whose steps take longer has fewer of them. All choices were timed before, in turns. What the target computes is
+not counted: it is the same for all. Then held-out texts of the target tell what chains of 4 would have had accepted, as
+in learning.py. FILE keeps the rows, one a line, and FILE.times the times: give the same command again to go on, or
+other seeds beside it. The differences from the recipe, which stand at the end, are of the same seeds, with 95 %
+intervals by Student's t.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 
 RECIPE = "quickstart_eagle3"
-TIMED_STEPS = 2, 8  # to warm up, and timed
+TURNS, WARM_UP, TIMED = 3, 2, 8  # turns in which choices are timed, and steps in each
 CHOICES: dict[str, dict[str, Any]] = {
     "the recipe": {},
     "loss: cross-entropy": {"divergence": "cross_entropy"},
@@ -74,39 +75,55 @@ class Study:
     target: Target
     samples: Samples
     recordings: list[Recording]  # of held-out texts, one a mode
+    step_seconds: dict[str, float]  # CPU time of a step of each choice, the target's part left out
 
-    def row(self, choice: str, seed: int, seconds: float) -> Row:
-        """Train one choice and tell what it came to."""
-        plan = BatchPlan(self.samples, 8, 512, 8 * 512, seed=seed)
-        drafter = self.new_drafter(choice, seed, plan)
-        num_steps = max(10, round(seconds / self.seconds_a_step(choice, drafter.layer_ids, plan)))
-        steps = steps_with_features(self.target, plan, drafter.layer_ids, num_steps)
+    def steps_of(self, seed: int, seconds: float) -> list[Step]:
+        """Return as many steps of a seed as any choice takes in so many seconds."""
+        plan, num_steps = plan_of(self.samples, seed), round(seconds / min(self.step_seconds.values()))
+        layer_ids = new_drafter(self.target, "the recipe", seed, plan).layer_ids
+        return steps_with_features(self.target, plan, layer_ids, num_steps)
+
+    def row(self, choice: str, seed: int, seconds: float, steps: list[Step]) -> Row:
+        """Train one choice on the first of these steps, and tell what it came to."""
+        drafter = new_drafter(self.target, choice, seed, plan_of(self.samples, seed))
+        num_steps = round(seconds / self.step_seconds[choice])
         begin = time.process_time()
-        trained(drafter, steps)
+        trained(drafter, steps[:num_steps])
         cpu_seconds = time.process_time() - begin
-        return Row(choice, seed, seconds, num_steps, cpu_seconds, *self.lengths(drafter))
+        lengths = acceptance_lengths(self.target, drafter, self.recordings)
+        return Row(choice, seed, seconds, num_steps, cpu_seconds, *lengths)
 
-    def lengths(self, drafter: Drafter) -> list[float]:
-        """Return the acceptance length in each mode."""
-        return acceptance_lengths(self.target, drafter, self.recordings)
 
-    def new_drafter(self, choice: str, seed: int, plan: BatchPlan) -> Drafter:
-        """Return a drafter of a choice before its first step."""
-        config = replace(RECIPES[RECIPE]().drafter, **CHOICES[choice])
-        torch.manual_seed(seed)
-        drafter = DRAFTERS[config.kind].from_target(config, self.target)
-        drafter.fit_vocabulary(token_counts(plan, self.target.vocab_size))
-        return drafter
+def plan_of(samples: Samples, seed: int) -> BatchPlan:
+    """Return the batches that a seed trains on."""
+    return BatchPlan(samples, 8, 512, 8 * 512, seed=seed)
 
-    def seconds_a_step(self, choice: str, layer_ids: tuple[int, ...], plan: BatchPlan) -> float:
-        """Return the CPU time of a step of a choice, the target's part left out."""
-        warm_up, timed = TIMED_STEPS
-        steps = steps_with_features(self.target, plan, layer_ids, warm_up + timed)
-        drafter = self.new_drafter(choice, 0, plan)
-        trained(drafter, steps[:warm_up])
-        begin = time.process_time()
-        trained(drafter, steps[warm_up:])
-        return (time.process_time() - begin) / timed
+
+def new_drafter(target: Target, choice: str, seed: int, plan: BatchPlan) -> Drafter:
+    """Return a drafter of a choice before its first step."""
+    config = replace(RECIPES[RECIPE]().drafter, **CHOICES[choice])
+    torch.manual_seed(seed)
+    drafter = DRAFTERS[config.kind].from_target(config, target)
+    drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
+    return drafter
+
+
+def timed_steps(target: Target, samples: Samples, path: Path) -> dict[str, float]:
+    """Return the CPU seconds of a step of each choice, the least of some turns, or those that the file has."""
+    if not path.is_file():
+        plan = plan_of(samples, 0)
+        drafters = {choice: new_drafter(target, choice, 0, plan) for choice in CHOICES}
+        steps = steps_with_features(target, plan, drafters["the recipe"].layer_ids, WARM_UP + TIMED)
+        times: dict[str, list[float]] = {choice: [] for choice in CHOICES}
+        for _ in range(TURNS):
+            for choice, drafter in drafters.items():
+                trained(drafter, steps[:WARM_UP])
+                begin = time.process_time()
+                trained(drafter, steps[WARM_UP:])
+                times[choice].append((time.process_time() - begin) / TIMED)
+        path.write_text(json.dumps({choice: min(found) for choice, found in times.items()}))
+    found: dict[str, float] = json.loads(path.read_text())
+    return found
 
 
 def trained(drafter: Drafter, steps: list[Step]) -> None:
@@ -120,10 +137,11 @@ def rows_of(study: Study, args: argparse.Namespace) -> list[Row]:
     rows = [Row(**json.loads(line)) for line in lines]
     done = {(row.choice, row.seed, row.seconds) for row in rows}
     for seed in args.seeds:
+        steps = study.steps_of(seed, max(args.seconds))
         for seconds in args.seconds:
             for choice in args.choices:
                 if (choice, seed, seconds) not in done:
-                    rows.append(study.row(choice, seed, seconds))
+                    rows.append(study.row(choice, seed, seconds, steps))
                     with args.out.open("a") as file:
                         file.write(json.dumps(asdict(rows[-1])) + "\n")
     return rows
@@ -171,7 +189,9 @@ def main() -> None:
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     prompts = encode_prompts(prompts_for(target, held_out=True)[: args.prompts], target)
     recordings = [record(target, prompts, Sampling(heat), MAX_NEW_TOKENS, DRAFT_LENGTH) for heat in MODES]
-    rows = rows_of(Study(target, read_samples(args.samples), recordings), args)
+    samples = read_samples(args.samples)
+    times = timed_steps(target, samples, args.out.with_name(f"{args.out.name}.times"))
+    rows = rows_of(Study(target, samples, recordings, times), args)
     env = environment(target)
     print(f"{env.command}, {env.device}, one thread, commit {env.git_commit}")
     for seconds in args.seconds:
