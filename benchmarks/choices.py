@@ -159,8 +159,10 @@ def cell(values: list[float], of_recipe: list[float]) -> str:
 
 def print_table(rows: list[Row], seconds: float, choices: list[str]) -> None:
     """Print the choices after one time, by the order of the seeds."""
-    print(f"\n| {seconds:g} CPU seconds | steps | T=0, and beside the recipe | T=1, and beside the recipe |")
-    print("|---|---|---|---|")
+    print(
+        f"\n| {seconds:g} seconds planned | CPU s | steps | T=0, and beside the recipe | T=1, and beside the recipe |"
+    )
+    print("|---|---|---|---|---|")
     by_choice = {
         choice: sorted(
             (row for row in rows if (row.choice, row.seconds) == (choice, seconds)), key=lambda row: row.seed
@@ -169,10 +171,10 @@ def print_table(rows: list[Row], seconds: float, choices: list[str]) -> None:
     }
     recipe = by_choice["the recipe"]
     for choice, own in by_choice.items():
-        steps = "/".join(str(row.steps) for row in own)
+        cpu_seconds = fmean(row.cpu_seconds for row in own)
         greedy = cell([row.greedy for row in own], [row.greedy for row in recipe])
         sampled = cell([row.sampled for row in own], [row.sampled for row in recipe])
-        print(f"| {choice} | {steps} | {greedy} | {sampled} |")
+        print(f"| {choice} | {cpu_seconds:.0f} | {own[0].steps} | {greedy} | {sampled} |")
 
 
 def main() -> None:
