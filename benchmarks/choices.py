@@ -46,6 +46,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "unroll: 1 step": {"unroll_steps": 1},
     "unroll: 2 steps": {"unroll_steps": 2},
     "unroll: 5 steps": {"unroll_steps": 5},
+    "unroll: grows to 3 in two thirds": {"unroll_warmup": 2 / 3},
     "step decay 0.6": {"step_decay": 0.6},
     "step decay 1": {"step_decay": 1.0},
     "draft vocabulary: 512": {"draft_vocab_size": 512},

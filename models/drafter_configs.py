@@ -148,6 +148,7 @@ class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
     norm_before_residual: bool = False  # the layer's residual is the normed feature; of vLLM's engines, not of SGLang's
     num_layers: Depth = 1  # all but the first are Llama's; more than one is of vLLM, not of SGLang
     unroll_steps: Depth = 4  # length of the training-time test
+    unroll_warmup: Share = 0.0  # of training, in which the unroll grows from one step to all
     step_decay: Share = 0.8  # weight of unrolled step k is step_decay ** k
     divergence: Divergence = "forward_kl"
     kl_share: BelowOne = 0.0  # share of training with forward_kl, before `divergence`
@@ -157,6 +158,10 @@ class Eagle3Config(ReducedVocabulary, LayersLikeTarget):
     @property
     def num_starting_layers(self) -> int:
         return self.num_layers
+
+    def for_overfitting(self) -> "Eagle3Config":
+        """Return the config without a warm-up of the unroll, which would not end."""
+        return replace(self, unroll_warmup=0.0)
 
 
 @dataclass

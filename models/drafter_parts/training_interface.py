@@ -30,6 +30,11 @@ class TrainedDrafter(nn.Module):
     compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
 
     @property
+    def depth_now(self) -> int:
+        """Number of predictions in a row that the loss compares at this point of training."""
+        return self.training_depth
+
+    @property
     def simulated_depth(self) -> int:
         """Number of tokens drafted in a round, for the acceptance length that the loss tells."""
         return self.training_depth
@@ -99,9 +104,9 @@ class TrainedDrafter(nn.Module):
         return self.chain_loss(batch, features).sums()
 
     def chain_loss(self, batch: Batch, features: Features) -> ChainLoss:
-        """Return the loss of `training_depth` predictions in a row from each slot."""
+        """Return the loss of `depth_now` predictions in a row from each slot."""
         chain_loss = self.new_chain_loss(batch)
-        depths = list(self.depths(chain_loss, batch, features, self.training_depth))
+        depths = list(self.depths(chain_loss, batch, features, self.depth_now))
         self.add_divergences(chain_loss, depths, features)
         return chain_loss
 

@@ -175,6 +175,13 @@ class Eagle3(Drafter):
 
     # --- training
 
+    @property
+    def depth_now(self) -> int:
+        """Number of unrolled steps at this point of training: in a warm-up it grows evenly from one to all."""
+        share = self.config.unroll_warmup
+        grown = self.loss_progress / share if share else 1.0
+        return min(self.training_depth, 1 + int(grown * (self.training_depth - 1)))
+
     def divergence(self) -> Divergence:
         return self.config.divergence if self.loss_progress >= self.config.kl_share else "forward_kl"
 

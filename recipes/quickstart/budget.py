@@ -189,7 +189,10 @@ class StepTime:
 
 
 def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: list[Sample]) -> StepTime:
-    """Return the time of a step of a recipe's new drafter on samples, after one batch to warm up."""
+    """Return the mean time of a step of a recipe's new drafter on samples, after one batch to warm up.
+
+    They stand for all steps of a training, of which the first may be shorter.
+    """
     optimizer = optimizer_of(drafter, config.optimizer)
     set_learning_rate(optimizer, 0.0)  # weights stay as they are
     size = min(config.data.batch_size, len(samples))
@@ -197,6 +200,7 @@ def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: li
     times = []
     for step in range(1 + batches.steps_per_epoch):
         batch = batches.collate(batches.micro_batches(step, 0, 1)[0]).to(target.device)
+        drafter.progress = step / (1 + batches.steps_per_epoch)
         start = time.perf_counter()
         features = target.features(batch, drafter.layer_ids)
         features.last_hidden.sum().item()  # waits for a GPU

@@ -246,6 +246,21 @@ def test_lk_after_kl(tiny_target: Target) -> None:
     assert torch.equal(loss("lk_hybrid", 0.5, 0.0), loss("lk_hybrid", 0.0, 0.0))
 
 
+def test_the_unroll_grows_in_its_warm_up(tiny_target: Target) -> None:
+    """One step of three in the first half of a warm-up, then two. Behind it and outside of training there are all."""
+    drafter, batch = build("eagle3", tiny_target, unroll_steps=3).train(), random_batch(tiny_target)
+    features = tiny_target.features(batch, drafter.layer_ids)
+
+    def loss(warmup: float, progress: float, depth: int = 3) -> Tensor:
+        drafter.config.unroll_warmup, drafter.progress, drafter.training_depth = warmup, progress, depth
+        return drafter.loss(batch, features)["loss"][0]
+
+    for progress, depth in ((0.0, 1), (0.29, 1), (0.31, 2), (0.59, 2), (0.61, 3), (1.0, 3)):
+        assert torch.equal(loss(0.6, progress), loss(0.0, 0.0, depth)), progress
+    drafter.eval()
+    assert torch.equal(loss(0.6, 0.0), loss(0.0, 0.0))
+
+
 @every_trainable
 def test_a_batch_that_teaches_nothing_still_has_gradients(kind: str, tiny_target: Target) -> None:
     """Zeros for all that trains: wrappers for several devices wait for every parameter."""
