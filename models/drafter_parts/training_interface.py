@@ -44,12 +44,15 @@ class TrainedDrafter(nn.Module):
 
     @property
     def training_passes(self) -> float:
-        """Average number of times that a token of a text goes through what is trained, in one training step."""
+        """Average number of times that a token of a text goes through what is trained, over the steps of a training."""
         return 1.0
 
     @property
     def layer_passes(self) -> float:
-        """Average number of times that a token of a text goes through a decoder layer that is trained."""
+        """Average number of times that a token of a text goes through a decoder layer that is trained, in one step.
+
+        Where that grows along a training it is the most, for memory goes by it.
+        """
         return self.training_passes
 
     @property

@@ -157,11 +157,13 @@ class Eagle3(Drafter):
 
     @property
     def training_passes(self) -> float:
-        return self.training_depth
+        in_warmup = max(1.0, self.training_depth / 2)  # the mean of 1 to one less than all
+        share = self.config.unroll_warmup
+        return (1 - share) * self.training_depth + share * in_warmup
 
     @property
     def layer_passes(self) -> float:
-        return self.training_passes * self.config.num_layers
+        return self.training_depth * self.config.num_layers  # behind a warm-up: the most
 
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features that the layer reads, [..., H], from the states of the target's layers [..., A * Ht]."""

@@ -137,7 +137,7 @@ def test_a_batch_is_the_sum_of_its_rows(kind: str, tiny_target: Target) -> None:
         sums.append({name: [sum(loss[name][part] for loss in losses) for part in (0, 1)] for name in losses[0]})
         gradients.append([parameter.grad for parameter in drafter.parameters()])
     torch.testing.assert_close(sums[1], sums[0])
-    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=5e-5, rtol=1e-4)  # sums of terms near 1
     assert {"loss", "simulated_acceptance_length"} <= set(sums[0])  # which every run's learning curve shows
 
 
@@ -257,6 +257,11 @@ def test_the_unroll_grows_in_its_warm_up(tiny_target: Target) -> None:
 
     for progress, depth in ((0.0, 1), (0.29, 1), (0.31, 2), (0.59, 2), (0.61, 3), (1.0, 3)):
         assert torch.equal(loss(0.6, progress), loss(0.0, 0.0, depth)), progress
+    depths = []
+    for step in range(1000):
+        drafter.progress = (step + 0.5) / 1000
+        depths.append(drafter.depth_now)
+    assert drafter.training_passes == pytest.approx(sum(depths) / 1000)
     drafter.eval()
     assert torch.equal(loss(0.6, 0.0), loss(0.0, 0.0))
 
