@@ -1,13 +1,14 @@
 """What single settings of the quickstart's EAGLE-3 change: acceptance after the same time of training, by seed.
 
-    python benchmarks/choices.py --samples DIR [--seconds 40 120] [--seeds 0 1 2] [--choices NAME ...] [--out FILE]
+    python benchmarks/choices.py FILE --samples DIR [--seconds 30 90] [--seeds 0 1 2] [--choices NAME ...]
+    python benchmarks/choices.py FILE       # the tables of what FILE has, without training
 
 Each choice changes one field of the recipe. It takes as many steps as so many CPU seconds allow on one thread, so a
 choice whose steps take longer has fewer of them. All choices were timed before, in turns. What the target computes is
 not counted: it is the same for all. Then held-out texts of the target tell what chains of 4 would have had accepted, as
 in learning.py. FILE keeps the rows, one a line, and FILE.times the times: give the same command again to go on, or
-other seeds beside it. The differences from the recipe, which stand at the end, are of the same seeds, with 95 %
-intervals by Student's t.
+other seeds beside it. The differences from the recipe, which stand in the tables, are of the same seeds; three of them
+or more give a 95 % interval by Student's t.
 """
 
 import argparse
@@ -109,7 +110,7 @@ def new_drafter(target: Target, choice: str, seed: int, plan: BatchPlan) -> Draf
     return drafter
 
 
-def timed_steps(target: Target, samples: Samples, path: Path) -> dict[str, float]:
+def step_times(target: Target, samples: Samples, path: Path) -> dict[str, float]:
     """Return the CPU seconds of a step of each choice, the least of some turns, or those that the file has."""
     if not path.is_file():
         plan = plan_of(samples, 0)
@@ -132,73 +133,81 @@ def trained(drafter: Drafter, steps: list[Step]) -> None:
     fit(drafter, steps, RECIPES[RECIPE]().optimizer)
 
 
-def rows_of(study: Study, args: argparse.Namespace) -> list[Row]:
-    """Return a row for each seed, time and choice, of which those in the file are there already."""
-    lines = args.out.read_text().splitlines() if args.out.is_file() else []
-    rows = [Row(**json.loads(line)) for line in lines]
-    done = {(row.choice, row.seed, row.seconds) for row in rows}
+def rows_in(path: Path) -> list[Row]:
+    """Return the rows that a file keeps."""
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def make_rows(study: Study, args: argparse.Namespace) -> None:
+    """Add to the file what it lacks of the rows for each seed, time and choice."""
+    done = {(row.choice, row.seed, row.seconds) for row in rows_in(args.file)}
     for seed in args.seeds:
         steps = study.steps_of(seed, max(args.seconds))
         for seconds in args.seconds:
             for choice in args.choices:
                 if (choice, seed, seconds) not in done:
-                    rows.append(study.row(choice, seed, seconds, steps))
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(asdict(rows[-1])) + "\n")
-    return rows
+                    row = study.row(choice, seed, seconds, steps)
+                    with args.file.open("a") as file:
+                        file.write(json.dumps(asdict(row)) + "\n")
 
 
 def cell(values: list[float], of_recipe: list[float]) -> str:
-    """Return the mean of the seeds, and its difference from the recipe's with the 95 % interval."""
+    """Return the mean of the seeds and its difference from the recipe's, with the 95 % interval of three or more."""
     mean = f"{fmean(values):.2f}"
     differences = [value - other for value, other in zip(values, of_recipe, strict=True)]
-    if len(differences) < 2 or not any(differences):
+    if not any(differences):
         return mean
-    half = float(student_t.ppf(0.975, len(differences) - 1)) * stdev(differences) / len(differences) ** 0.5
-    return f"{mean}, {fmean(differences):+.2f} ± {half:.2f}"
+    half = ""
+    if len(differences) > 2:
+        quantile = float(student_t.ppf(0.975, len(differences) - 1))
+        half = f" ± {quantile * stdev(differences) / len(differences) ** 0.5:.2f}"
+    return f"{mean} ({fmean(differences):+.2f}{half})"
 
 
-def print_table(rows: list[Row], seconds: float, choices: list[str]) -> None:
-    """Print the choices after one time, by the order of the seeds."""
+def print_table(rows: list[Row], seconds: float) -> None:
+    """Print the choices after one time, each beside the recipe of the same seeds."""
     print(
-        f"\n| {seconds:g} seconds planned | CPU s | steps | T=0, and beside the recipe | T=1, and beside the recipe |"
+        f"\n| {seconds:g} seconds planned | seeds | CPU s | steps | T=0, beside the recipe | T=1, beside the recipe |"
     )
-    print("|---|---|---|---|---|")
-    by_choice = {
-        choice: sorted(
-            (row for row in rows if (row.choice, row.seconds) == (choice, seconds)), key=lambda row: row.seed
-        )
-        for choice in choices
-    }
-    recipe = by_choice["the recipe"]
-    for choice, own in by_choice.items():
-        cpu_seconds = fmean(row.cpu_seconds for row in own)
-        greedy = cell([row.greedy for row in own], [row.greedy for row in recipe])
-        sampled = cell([row.sampled for row in own], [row.sampled for row in recipe])
-        print(f"| {choice} | {cpu_seconds:.0f} | {own[0].steps} | {greedy} | {sampled} |")
+    print("|---|---|---|---|---|---|")
+    found = {(row.choice, row.seed): row for row in rows if row.seconds == seconds}
+    for choice in CHOICES:
+        seeds = sorted(seed for name, seed in found if name == choice and ("the recipe", seed) in found)
+        if seeds:
+            own, recipe = ([found[name, seed] for seed in seeds] for name in (choice, "the recipe"))
+            greedy = cell([row.greedy for row in own], [row.greedy for row in recipe])
+            sampled = cell([row.sampled for row in own], [row.sampled for row in recipe])
+            cpu_seconds = fmean(row.cpu_seconds for row in own)
+            print(f"| {choice} | {len(seeds)} | {cpu_seconds:.0f} | {own[0].steps} | {greedy} | {sampled} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=Path, required=True)
-    parser.add_argument("--seconds", nargs="+", type=float, default=[40.0, 120.0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
-    parser.add_argument("--prompts", type=int, default=157)
-    parser.add_argument("--out", type=Path, default=Path("choices.jsonl"))
-    args = parser.parse_args()
-    args.choices = list(dict.fromkeys(["the recipe", *args.choices]))  # which the others are compared with
-    torch.set_num_threads(1)
+def study_of(args: argparse.Namespace) -> Study:
+    """Return what all choices share, with the times of their steps."""
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     prompts = encode_prompts(prompts_for(target, held_out=True)[: args.prompts], target)
     recordings = [record(target, prompts, Sampling(heat), MAX_NEW_TOKENS, DRAFT_LENGTH) for heat in MODES]
     samples = read_samples(args.samples)
-    times = timed_steps(target, samples, args.out.with_name(f"{args.out.name}.times"))
-    rows = rows_of(Study(target, samples, recordings, times), args)
     env = environment(target)
     print(f"{env.command}, {env.device}, one thread, commit {env.git_commit}")
-    for seconds in args.seconds:
-        print_table(rows, seconds, args.choices)
+    return Study(target, samples, recordings, step_times(target, samples, Path(f"{args.file}.times")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--samples", type=Path, help="prepared samples to train on")
+    parser.add_argument("--seconds", nargs="+", type=float, default=[30.0, 90.0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
+    parser.add_argument("--prompts", type=int, default=157)
+    args = parser.parse_args()
+    args.choices = list(dict.fromkeys(["the recipe", *args.choices]))  # which the others are compared with
+    torch.set_num_threads(1)
+    if args.samples:
+        make_rows(study_of(args), args)
+    rows = rows_in(args.file)
+    for seconds in sorted({row.seconds for row in rows}):
+        print_table(rows, seconds)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class StepTime:
 def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: list[Sample]) -> StepTime:
     """Return the mean time of a step of a recipe's new drafter on samples, after one batch to warm up.
 
-    They stand for all steps of a training, of which the first may be shorter.
+    The timed steps stand for a whole training, whose first steps may be shorter than its last ones.
     """
     optimizer = optimizer_of(drafter, config.optimizer)
     set_learning_rate(optimizer, 0.0)  # weights stay as they are

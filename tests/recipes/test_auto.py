@@ -189,7 +189,7 @@ def test_the_winner_passes_four_times_over_the_answers() -> None:
 
 
 def test_a_short_search_leaves_time_for_its_end() -> None:
-    """A sixth of the time is for measuring at least; what takes longer gets what it takes, as long as half is left."""
+    """At least 17 % of the time are for measuring; what takes longer gets what it takes, but no more than 45 %."""
     assert [measuring_share(needed) for needed in (0.01, 0.3, 2.0)] == [0.17, 0.3, 0.45]
 
 
