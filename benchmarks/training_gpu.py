@@ -43,7 +43,7 @@ def make_target(args: argparse.Namespace) -> Target:
     assert isinstance(config, LlamaConfig)
     config.num_hidden_layers, config._attn_implementation = args.layers, ATTENTION
     if args.tiny:
-        config.update({"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128})
+        config.update({"vocab_size": 512, "eos_token_id": 0, "hidden_size": 64, "intermediate_size": 128})
         config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16})
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)

@@ -358,9 +358,9 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def target_and_plain_model(
-    model_type: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32
+    model_type: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[Target, PreTrainedModel]:
-    """Return a target, and transformers' own model of the same weights."""
+    """Return a target on a device, and transformers' own model of the same weights on the CPU."""
     torch.manual_seed(5)
     plain = plain_model(family_config(model_type, changes)).to(dtype)
     padding = plain.get_input_embeddings().weight.data[0]
@@ -370,4 +370,4 @@ def target_and_plain_model(
     model = auto_class.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     model.load_state_dict(plain.state_dict())
     model = LanguageModel(model) if is_multimodal(config) else model
-    return Target(model.eval().requires_grad_(False), None, model_type), plain
+    return Target(model.eval().requires_grad_(False).to(device), None, model_type), plain
