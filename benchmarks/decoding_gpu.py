@@ -20,13 +20,12 @@ measured here. Of a mixture of experts those count that the newest tokens of the
 import argparse
 import itertools
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kernel_times import print_kernels
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import SpeculativeDecoder
@@ -165,27 +164,12 @@ def measure(target: Target, drafter: Drafter, setting: Setting, args: argparse.N
 
 def print_profile(target: Target, drafter: Drafter, setting: Setting, num_rounds: int) -> None:
     """Print how long each kernel ran, and how long the device did nothing before it, over some rounds of decoding."""
-    on_gpu, prompts = target.device.type == "cuda", prompts_of(target, setting)
+    prompts = prompts_of(target, setting)
     decoder = SpeculativeDecoder(target, drafter)
     settings = settings_of(drafter, setting, num_rounds * (1 if drafter.kind == "none" else math.ceil(LENGTH)))
     decoder.decode(prompts, settings, batch_size=setting.batch_size)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-        decoder.decode(prompts, settings, batch_size=setting.batch_size)
-    events = profiler.events() or []
-    events = [event for event in events if on_gpu or event.cpu_parent is None]
-    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
-    times, gaps, end = defaultdict[str, list[float]](list), defaultdict[str, float](float), 0.0
-    for start, stop, name in spans:
-        times[name].append(stop - start)
-        gaps[name] += max(0.0, start - end) if end else 0.0
-        end = max(end, stop)
-    total = sum(map(sum, times.values())) + sum(gaps.values())
-    print(f"\nprofile of {drafter.kind}, prompt and {settings.max_new_tokens} tokens: {total / 1000:.2f} ms")
-    print("  calls  us each  gap us  share  kernel")
-    for name in sorted(times, key=lambda name: -sum(times[name]) - gaps[name])[:40]:
-        count, spent = len(times[name]), sum(times[name])
-        share = (spent + gaps[name]) / total
-        print(f"{count:7} {spent / count:8.2f} {gaps[name] / count:7.2f} {share:6.1%}  {name[:80]}", flush=True)
+    print(f"\nprofile of {drafter.kind}, prompt and {settings.max_new_tokens} tokens")
+    print_kernels(lambda: decoder.decode(prompts, settings, batch_size=setting.batch_size), target.device)
 
 
 def main() -> None:

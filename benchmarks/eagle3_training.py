@@ -15,6 +15,7 @@ leaves out chains that leave it, which would be an advantage that depends on the
 """
 
 import argparse
+import copy
 import ctypes
 import itertools
 import os
@@ -83,19 +84,21 @@ def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int
 
 
 def their_step(
-    hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int, device: str = "cpu"
+    target: LlamaConfig, draft_vocab: int, length: int, unroll: int, head: int, device: str = "cpu"
 ) -> Callable[[], None]:
     """Return a training step of speculators: on a GPU with flex attention and fused losses, under autocast to bf16."""
-    on_gpu = device == "cuda"
+    on_gpu, hidden, vocab = device == "cuda", target.hidden_size, target.vocab_size
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
     with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(layer_config(hidden, vocab, NUM_LAYERS)).save_pretrained(folder)
+        config = copy.deepcopy(target)
+        config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+        with torch.device(device):
+            LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32).save_pretrained(folder)
+        target.save_pretrained(folder)  # of the whole target, of which its ends alone are read
         d2t, t2d = build_vocab_mappings_from_distribution({i: vocab - i for i in range(vocab)}, draft_vocab, vocab)
-        config = layer_config(hidden, vocab, 1)
-        config.layer_types = ["full_attention"]
         drafter = Eagle3DraftModel.from_training_args(
             config,
             t2d=t2d,
@@ -111,11 +114,12 @@ def their_step(
         ).to(device, torch.float32)
     drafter.lm_head.requires_grad_(bool(head))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], fused=True)
+    given = torch.bfloat16 if on_gpu else torch.float32
     inputs = {
-        "hidden_states": torch.randn(1, length - 1, 3 * hidden, device=device),
+        "hidden_states": torch.randn(1, length - 1, 3 * hidden, device=device, dtype=given),
         "input_ids": torch.randint(0, draft_vocab, (1, length - 1), device=device),
         "document_ids": torch.zeros(1, length - 1, dtype=torch.int64, device=device),
-        "verifier_last_hidden_states": torch.randn(1, length - 1, hidden, device=device),
+        "verifier_last_hidden_states": torch.randn(1, length - 1, hidden, device=device, dtype=given),
     }
     losses = resolve_loss_config("kl_div", "fused" if on_gpu else "eager")
 
@@ -151,7 +155,11 @@ def serve_steps(side: str, shape: tuple[int, ...]) -> None:
     """Print the MiB that a step adds, then for each line that is read take a step and print its CPU seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    step = {"ours": our_step, "theirs": their_step}[side](*shape)
+    if side == "ours":
+        step = our_step(*shape)
+    else:
+        hidden, vocab, *rest = shape
+        step = their_step(layer_config(hidden, vocab, NUM_LAYERS), *rest)
     for _ in range(WARM_UP):
         step()
     print("memory", memory_of(step), flush=True)

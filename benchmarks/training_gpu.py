@@ -1,6 +1,6 @@
 """Where the time of an EAGLE-3 training step goes on a GPU, its speed and its memory; beside speculators, if installed.
 
-    python benchmarks/training_gpu.py [--layers 32] [--length 2048] [--rows 4] [--unroll 7] [--steps 10] [--vary]
+    python benchmarks/training_gpu.py [--layers 32] [--length 2048] [--rows 4] [--unroll 7] [--steps 10] [--vary] [--profile]
     python benchmarks/training_gpu.py --tiny          # a small target on a CPU, to see that the script runs
 
 The target has Llama-3.1-8B's shape and random weights in bf16, the drafter the published shape (draft vocabulary
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from eagle3_training import their_step
+from kernel_times import print_kernels
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.samples.batches import GPU_WIDTH, rounded_up
@@ -125,10 +126,10 @@ def measure_parts(training: Training, batches: Iterator[Batch]) -> None:
 def compare_with_speculators(training: Training, args: argparse.Namespace) -> None:
     """Print tokens a second of both, on given features and rows of one text, step about."""
     target = training.target
-    text = target.text_config
-    shape = (text.hidden_size, target.vocab_size, args.draft_vocab, args.length, args.unroll, 1)
-    theirs = their_step(*shape, device=args.device)
+    assert isinstance(target.text_config, LlamaConfig)
+    theirs = their_step(target.text_config, args.draft_vocab, args.length, args.unroll, 1, args.device)
     (batch,) = texts(target, 1, [args.length])
+    batch.token_ids %= args.draft_vocab  # ours leaves out chains that leave the draft vocabulary, and theirs does not
     features = target.features(batch.to(target.device), training.drafter.layer_ids)
     batch.loss_mask[:, 1:] = True  # as theirs, every token is trained
     sides = {"ours": lambda: training.step(batch, features), "speculators": theirs}
@@ -147,6 +148,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--vary", action="store_true", help="lengths that differ, as they are and padded")
+    parser.add_argument("--profile", action="store_true", help="each kernel's time in one step")
     parser.add_argument("--tiny", action="store_true", help="a small target on a CPU")
     args = parser.parse_args()
     args.device = "cpu" if args.tiny else "cuda"
@@ -158,6 +160,9 @@ def main() -> None:
     print(f"{args.layers} layers, {args.rows} rows of {args.length} tokens, {args.unroll} unrolled steps")
     training, count = Training(target, args.draft_vocab, args.unroll), WARM_UP + args.steps
     measure_parts(training, texts(target, args.rows, [args.length] * count))
+    if args.profile:
+        (batch,) = texts(target, args.rows, [args.length])
+        print_kernels(lambda: training.step(batch), target.device)
     if args.vary:
         lengths = [args.length // 2 + 37 * step % (args.length // 2) for step in range(count)]
         for name, multiple in (("as they come", 1), (f"padded to a multiple of {GPU_WIDTH}", GPU_WIDTH)):

@@ -42,3 +42,8 @@ def default_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 where the hardware computes in it, else fp32."""
     in_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if in_bf16 else torch.float32
+
+
+def training_precision(device: torch.device) -> torch.autocast:
+    """Return the context in which a drafter with fp32 weights is trained: products are computed in `default_dtype`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=default_dtype(device) == torch.bfloat16)

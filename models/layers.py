@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
@@ -20,6 +21,10 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed x in its own dtype, in which alone torch computes it in one launch."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class DecodingNorm:
@@ -41,7 +46,7 @@ class DecodingNorm:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the normed x [..., H], in fp32 written to `out` where one is given."""
         if x.dtype != torch.float32:
-            return nn.functional.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
+            return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.mul(x, self.scaled_weight, out=out).div_(length.hypot_(self.floor))
 

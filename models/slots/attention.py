@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftsmith.models.kernels import runs_kernels
@@ -131,5 +130,6 @@ def last_seen(mask: Tensor, count: int | Tensor) -> Tensor:
     return mask & (mask.sum(-1, keepdim=True) - mask.cumsum(-1) < count)
 
 
+# transformers makes no masks for attention that has no function of its own for them. To make one of whole rows it would
+# wait for the GPU, to see whether positions are those of one text.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)

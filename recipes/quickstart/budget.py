@@ -21,6 +21,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
+from draftsmith.models.devices import training_precision
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.storage.reading import read_yaml
@@ -205,8 +206,9 @@ def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: li
         features = target.features(batch, drafter.layer_ids)
         features.last_hidden.sum().item()  # waits for a GPU
         middle = time.perf_counter()
-        total, count = drafter(batch, features)["loss"]
-        (total / count).backward()
+        with training_precision(target.device):
+            total, count = drafter(batch, features)["loss"]
+            (total / count).backward()
         optimizer.step()
         optimizer.zero_grad()
         total.item()

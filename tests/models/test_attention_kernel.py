@@ -1,6 +1,6 @@
-"""The attention kernel against its plain twin.
+"""The attention kernel against its plain twin, which runs on the CPU.
 
-On a CPU it runs in Triton's interpreter (see conftest.py), on a CUDA device as it is; bf16, which the interpreter gets
+On a CPU the kernel runs in Triton's interpreter (see conftest.py), on a CUDA device as it is; bf16, which the interpreter gets
 wrong, only there.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.models.sampling.trees import ancestor_words, node_depths
-from draftsmith.models.slots.attention import attend_on_slots, slot_attention
+from draftsmith.models.slots.attention import slot_attention
 from draftsmith.models.slots.window import Window, chain_window
 
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
@@ -58,6 +58,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def plain_attention(layer: Any, *tensors: Any, **settings: Any) -> torch.Tensor:
+    """Return what `slot_attention` computes on a CPU without a kernel, on `DEVICE`."""
+    tensors = tuple(value.cpu() if isinstance(value, torch.Tensor) else value for value in tensors)
+    sinks = settings.pop("s_aux", None)
+    found, _ = slot_attention(layer, *tensors, s_aux=None if sinks is None else sinks.cpu(), **settings)
+    return found.to(DEVICE)
+
+
 def assert_same(
     window: Window,
     kv_heads: int = 1,
@@ -83,9 +91,9 @@ def assert_same(
     slots = stored[:, :NUM_SLOTS].transpose(1, 2)
     key, value = slots[..., :width], slots[..., :value_width] if shared else slots[..., width:]
     logits = 2 * torch.randn(kv_heads * groups, device=DEVICE) if sinks else None
-    mask, packed = window.bool_mask(NUM_SLOTS).to(DEVICE), window.packed_mask().to(DEVICE)
+    mask, packed = window.bool_mask(NUM_SLOTS), window.packed_mask().to(DEVICE)
     scaling = width**-0.5
-    expected, _ = slot_attention(torch.nn.Identity(), query, key, value, mask, scaling, s_aux=logits, **settings)
+    expected = plain_attention(torch.nn.Identity(), query, key, value, mask, scaling, s_aux=logits, **settings)
     unused = torch.arange(NUM_SLOTS + 1) > window.slots[:, -1:]
     stored[unused.to(DEVICE)] = float("nan")
     found = attend(query, key, value, packed, scaling, sinks=logits, splits=splits, **settings)
@@ -146,8 +154,8 @@ def test_tokens_that_see_their_own_chunk(name: str, chunk: int) -> None:
     window, config = make_window(name), SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
     layer: Any = SimpleNamespace(config=config, layer_idx=0)
     query, key, value = (torch.randn(2, 2, length, 16, device=DEVICE) for length in (window.slots.shape[1], 112, 112))
-    masks = window.bool_mask(NUM_SLOTS).to(DEVICE), window.packed_mask().to(DEVICE)
-    expected, found = (slot_attention(layer, query, key, value, mask)[0] for mask in masks)
+    expected = plain_attention(layer, query, key, value, window.bool_mask(NUM_SLOTS))
+    found, _ = slot_attention(layer, query, key, value, window.packed_mask().to(DEVICE))
     real = (window.slots < NUM_SLOTS).to(DEVICE)
     torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=0)
 
@@ -159,7 +167,7 @@ def test_slots_that_the_model_chose() -> None:
     query, key = torch.randn(2, 2, 7, 40, device=DEVICE), torch.randn(2, 1, NUM_SLOTS, 40, device=DEVICE)
     mask = (window.bool_mask(NUM_SLOTS) & (torch.rand(2, 1, 7, NUM_SLOTS) < 0.1)).to(DEVICE)
     mask[..., 0] = True
-    expected = attend_on_slots(query, key, key[..., :32], 0.2, mask)
+    expected = plain_attention(torch.nn.Identity(), query, key, key[..., :32], mask, 0.2)
     for splits in (1, 3):
         found = attend(query, key, key[..., :32], mask, 0.2, splits=splits)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

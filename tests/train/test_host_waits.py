@@ -73,10 +73,10 @@ def test_no_micro_batch_waits(kind: str, packing: bool, target: Target) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", TRAINABLE)
 @pytest.mark.parametrize("packing", [False, True])
-def test_no_micro_batch_waits_on_a_gpu(kind: str, packing: bool, target: Target, target_dir: Path) -> None:
+def test_no_micro_batch_waits_on_a_gpu(kind: str, packing: bool, target_dir: Path) -> None:
     """By PyTorch's own watch over waits; a first micro-batch, which compiles kernels, is let off."""
     on_gpu = Target.from_pretrained(target_dir, "cuda", torch.bfloat16)
-    drafter = build(kind, target, **REDUCED.get(kind, {})).to(on_gpu.device).train()
+    drafter = build(kind, on_gpu, **REDUCED.get(kind, {})).to(on_gpu.device).train()
     batch = batch_of(packing).pin_memory()
     for watched in ("default", "error"):
         torch.cuda.set_sync_debug_mode(watched)
