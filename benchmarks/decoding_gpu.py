@@ -46,8 +46,14 @@ RATES = (0.8, 0.7, 0.6, 0.5)  # chance of each drafted token, given those before
 LENGTH = 1 + sum(itertools.accumulate(RATES, lambda x, y: x * y))  # acceptance length at these chances
 CPU_BANDWIDTH = 1e10  # bytes a second, an assumption that lets the script run on a CPU
 SETTINGS = ["512:1:0", "512:1:1", "4096:1:0", "32768:1:0", "512:8:0", "512:64:0", "4096:8:0"]
-TINY: dict[str, Any] = {"vocab_size": 512, "eos_token_id": 0, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
+TINY: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+TINY |= {
+    "eos_token_id": 0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Where the time of an EAGLE-3 training step goes on a GPU, its speed and its memory; beside speculators, if installed.
 
-    python benchmarks/training_gpu.py [--layers 32] [--length 2048] [--rows 4] [--unroll 7] [--steps 10] [--vary] [--profile]
+    python benchmarks/training_gpu.py [--layers 32] [--length 2048] [--rows 4] [--unroll 7] [--steps 10] [--vary]
+    python benchmarks/training_gpu.py --profile       # each kernel's time in one step, too
     python benchmarks/training_gpu.py --tiny          # a small target on a CPU, to see that the script runs
 
 The target has Llama-3.1-8B's shape and random weights in bf16, the drafter the published shape (draft vocabulary

@@ -103,7 +103,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(nn.functional.silu(gate) * up)
+        return self.down_proj(F.silu(gate) * up)
 
 
 def rotary_table(rotary: nn.Module, num_positions: int, like: Tensor) -> Tensor:

@@ -120,7 +120,9 @@ def timed_samples(
     plain: SpeculativeDecoder, prompts: list[Prompt], answers: PrepareSettings = ANSWERS
 ) -> tuple[list[Sample], float]:
     """Return the target's answers to prompts, as `prepare` would write them, and the seconds that they took."""
-    plain.generate([tokenise(prompts[0], plain.target)], max_new_tokens=4)  # warm-up
+    on_gpu = plain.target.device.type == "cuda"  # where a batch's size has kernels and recorded rounds of its own
+    warm_up = [tokenise(prompt, plain.target) for prompt in (prompts if on_gpu else prompts[:1])]
+    plain.generate(warm_up, max_new_tokens=4, batch_size=answers.batch_size)
     start = time.perf_counter()
     markers = Markers.of_target(plain.target)
     dialogues = [Dialogue(prompt, i, i, Sampling(1.0), plain.target, markers) for i, prompt in enumerate(prompts)]

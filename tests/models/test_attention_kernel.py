@@ -1,7 +1,7 @@
 """The attention kernel against its plain twin, which runs on the CPU.
 
-On a CPU the kernel runs in Triton's interpreter (see conftest.py), on a CUDA device as it is; bf16, which the interpreter gets
-wrong, only there.
+Without a CUDA device the kernel runs in Triton's interpreter (see conftest.py), with one as it is; bf16, which the
+interpreter gets wrong, only there.
 """
 
 from collections.abc import Iterator
