@@ -6,6 +6,7 @@ be launched; tests/models/test_compiled_kernels.py compiles them. A value that t
 to read one is an error here, as is a shape that hangs on one. What the host would send to the device is an error, too.
 
     python benchmarks/launches.py            # the table of benchmarks/results/launches.txt, for Llama-3.1-8B's shape
+    python benchmarks/launches.py --target qwen3_30b_a3b    # for another shape of recipes/configs/public_targets.py
     python benchmarks/launches.py --every    # every drafter, mode and shape, on two layers, for the errors
 """
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.inference.decoding.batch_engine import BatchEngine
 from draftsmith.inference.decoding.decoder import resolve_settings
@@ -41,18 +42,8 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import DynamicTree, Shape, StaticTree
 from draftsmith.models.slots.attention import ATTENTION
+from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 
-LLAMA_8B: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "bos_token_id": 0,
-    "eos_token_id": [1, 2, 3],
-    "pad_token_id": 0,
-}
 SETTINGS: dict[str, dict[str, Any]] = {  # of drafters, where they are not the defaults; vocabularies are the recipes'
     "draft_model": {"num_layers": 1},
     "eagle3": {"draft_vocab_size": 32000},
@@ -60,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of drafters, where they are not the d
 }
 PRODUCTS = ("mm", "addmm", "bmm", "addmm_", "baddbmm", "linear")
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "_unsafe_view")
-MULTIPROCESSORS = 132  # of an H100 or H200
+H200 = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
 
 
 @dataclass(frozen=True)
@@ -214,10 +205,9 @@ def fake_gpu(launched: list[str]) -> Iterator[None]:
         launched.append(kernel.__name__)
 
     driver.set_active(Gpu())
-    gpu = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with (
         mock.patch.object(JITFunction, "run", count_only),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
         mock.patch.object(torch.cuda, "current_stream", return_value=SimpleNamespace(cuda_stream=0)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(Tensor, "__getitem__", get_item),
@@ -245,15 +235,17 @@ def on_gpu(module: torch.nn.Module) -> Any:
     return module.eval()
 
 
-def meta_model(num_layers: int) -> PreTrainedModel:
-    config = LlamaConfig(**LLAMA_8B, num_hidden_layers=num_layers)
+def meta_model(name: str, num_layers: int | None) -> PreTrainedModel:
+    config = PUBLIC_TARGETS[name].config
+    config.num_hidden_layers = num_layers or config.num_hidden_layers
+    config._attn_implementation = ATTENTION
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
 
 
 def make_target(model: PreTrainedModel) -> Target:
     with mock.patch("draftsmith.models.target.target.check_decodes_exactly"):
-        return Target(on_gpu(model), None, "Llama-3.1-8B")
+        return Target(on_gpu(model), None, model.config.model_type)
 
 
 @functools.cache
@@ -313,12 +305,13 @@ def print_counts(round_: Round, halves: dict[str, Launches]) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", action="store_true", help="every drafter, every mode and every shape, on two layers")
-    every = parser.parse_args(arguments).every
+    parser.add_argument("--target", default="llama_3_1_8b", choices=list(PUBLIC_TARGETS))
+    args = parser.parse_args(arguments)
     launched: list[str] = []
-    model = meta_model(2 if every else 32)
+    model = meta_model(args.target, 2 if args.every else None)
     with fake_gpu(launched):
         target = make_target(model)
-        for round_ in every_round() if every else ROUNDS:
+        for round_ in every_round() if args.every else ROUNDS:
             with suppress(UserError):  # of drafters that do not draft so
                 print_counts(round_, count_round(round_, target, launched))
 

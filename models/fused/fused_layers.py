@@ -24,7 +24,8 @@ from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window
 
-FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")  # whose layers `FusedLayer` computes
+DENSE = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")
+FAMILIES = (*DENSE, "mixtral", "qwen3_moe")  # whose layers `FusedLayer` computes
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
 
 
@@ -38,10 +39,16 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
         return None
     if model.device.type == "cpu" and model.dtype != torch.float32:
         return None
-    ends = [end for layer in base.layers for end in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    ends = [layer.self_attn.o_proj for layer in base.layers]
+    ends += [layer.mlp.down_proj for layer in base.layers if not is_mixture(layer.mlp)]
     products = [module for module in base.layers.modules() if isinstance(module, nn.Linear)]
     is_plain = all(type(product) is nn.Linear for product in products)  # BitNet's round what they multiply
     return FusedDecoder(model) if is_plain and all(end.bias is None for end in ends) else None
+
+
+def is_mixture(mlp: Any) -> bool:
+    """Return whether the MLP of a decoder layer is a mixture of experts."""
+    return hasattr(mlp, "experts")
 
 
 def steps_on(device: torch.device) -> ModuleType:
@@ -116,7 +123,8 @@ class PassBuffers:
         self.heads = self.qkv[:, : query + keys].view(num_tokens, -1, 2, half)  # of q and k, in halves
         self.query = self.qkv[:, :query].view(batch, length, -1, layer.head_dim).transpose(1, 2)  # [B, Hq, T, D]
         self.stored = self.qkv[:, query:]  # [N, 2 * Hkv * D]
-        self.inner = like.new_empty(num_tokens, layer.gate_up.shape[1] // 2)  # [N, I]
+        widths = [layer.mlp.width for layer in decoder.layers if isinstance(layer.mlp, FusedMlp)]
+        self.inner = {width: like.new_empty(num_tokens, width) for width in set(widths)}  # [N, I] for each I
 
 
 class FusedLayer:
@@ -131,17 +139,15 @@ class FusedLayer:
         self.kv_heads = self.widths[1] // self.head_dim
         self.scaling: float = attention.scaling
         # Mistral's layers read the config's window. Llama's have none, even where a config names one.
-        owner = attention.config if attention.config.model_type == "mistral" else attention
+        owner = attention.config if attention.config.model_type in ("mistral", "mixtral") else attention
         self.sliding_window: int | None = getattr(owner, "sliding_window", None)
 
         self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         self.qkv, self.qkv_bias = merge(projections)  # [H, (Hq + 2 * Hkv) * D]
         self.head_norm = _head_norm(attention, *self.widths[:2]) if hasattr(attention, "q_norm") else None
         self.attention_out, _ = merge([attention.o_proj])  # [Hq * D, H]
-        norm = layer.post_attention_layernorm
-        self.mlp_norm = DecodingNorm(norm.weight, norm.variance_epsilon)
-        self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
-        self.mlp_out, _ = merge([mlp.down_proj])  # [I, H]
+        norm = DecodingNorm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
+        self.mlp = FusedExperts(mlp, norm) if is_mixture(mlp) else FusedMlp(mlp, norm)
 
     def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
@@ -158,8 +164,36 @@ class FusedLayer:
         keys, values = cache.keys_and_values(self.number)
         mixed = steps.attend(buffers.query, keys, values, buffers.mask, self.scaling, self.sliding_window)
         steps.product(mixed.reshape(len(x), -1), self.attention_out, x, ending="add")
-        steps.product(x, self.gate_up, buffers.inner, self.mlp_norm, self.gate_up_bias, "gate")
-        steps.product(buffers.inner, self.mlp_out, x, ending="add")
+        self.mlp.run(x, steps, buffers)
+
+
+class FusedMlp:
+    """A gated MLP on the normed residual stream, in two products."""
+
+    def __init__(self, mlp: Any, norm: DecodingNorm) -> None:
+        self.norm = norm
+        self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
+        self.out, _ = merge([mlp.down_proj])  # [I, H]
+        self.width = len(self.out)
+
+    def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers) -> None:
+        """Add the output to the residual stream x [N, H] in place."""
+        inner = buffers.inner[self.width]
+        steps.product(x, self.gate_up, inner, self.norm, self.gate_up_bias, "gate")
+        steps.product(inner, self.out, x, ending="add")
+
+
+class FusedExperts:
+    """A mixture of experts on the normed residual stream: router and experts are those of transformers."""
+
+    def __init__(self, mlp: Any, norm: DecodingNorm) -> None:
+        self.norm, self.mixture = norm, mlp
+
+    def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers) -> None:
+        """Add the output to the residual stream x [N, H] in place."""
+        normed = torch.empty_like(x)
+        steps.rms_norm(x, self.norm, out=normed)
+        x += self.mixture(normed[None])[0]
 
 
 def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:

@@ -278,9 +278,9 @@ def test_all_engines_of_a_model_share_its_merged_weights(tiny_target: Target) ->
     drafter = build("draft_model", tiny_target)
     caches = [drafter.new_cache(1, 16, Chain(3)) for _ in range(2)]
     merged = [
-        [weight.data_ptr() for layer in cache.fused_decoder.layers for weight in (layer.qkv, layer.gate_up)]
+        [weight.data_ptr() for layer in cache.fused_decoder.layers for weight in (layer.qkv, layer.mlp.gate_up)]
         for cache in caches
     ]
     assert merged[0] == merged[1]
     own = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
-    assert {cache.fused_decoder.layers[0].mlp_out.untyped_storage().data_ptr() for cache in caches} <= own
+    assert {cache.fused_decoder.layers[0].mlp.out.untyped_storage().data_ptr() for cache in caches} <= own

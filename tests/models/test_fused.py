@@ -31,6 +31,7 @@ LLAMA3_ROTARY = {
     "original_max_position_embeddings": 32,
 }
 ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 YARN_ROTARY = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -88,6 +89,8 @@ def windows(device: torch.device | None = None) -> list[tuple[Tensor, Window]]:
         ("cwm", ALTERNATING),
         ("ministral", ALTERNATING),
         ("seed_oss", {}),
+        ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [1]}),  # a dense layer between two mixtures
+        ("mixtral", {**EXPERTS, "num_local_experts": 4, "sliding_window": 8}),
     ],
 )
 def test_equals_stock_modelling(model_type: str, changes: dict) -> None:
@@ -105,7 +108,9 @@ def test_equals_stock_modelling(model_type: str, changes: dict) -> None:
             torch.testing.assert_close(found, stock, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("model_type", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 3})])
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 3}), ("qwen3_moe", EXPERTS)]
+)
 def test_kernels_serve_a_pass_as_their_twins_do(model_type: str, changes: dict) -> None:
     """A chain and a tree over a text that the plain steps have read."""
     decoder = fuse(random_model(model_type, num_hidden_layers=2, **changes).to(DEVICE))
