@@ -1,14 +1,14 @@
-"""What single settings of the quickstart's EAGLE-3 change: acceptance after the same time of training, by seed.
+"""What single settings of EAGLE-3 change: acceptance after the same time of training, by seed.
 
     python benchmarks/choices.py FILE --samples DIR [--seconds 30 90] [--seeds 0 1 2] [--choices NAME ...]
     python benchmarks/choices.py FILE       # the tables of what FILE has, without training
 
-Each choice changes one field of the recipe. It takes as many steps as so many CPU seconds allow on one thread, so a
-choice whose steps take longer has fewer of them. All choices were timed before, in turns. What the target computes is
-not counted: it is the same for all. Then held-out texts of the target tell what chains of 4 would have had accepted, as
-in learning.py. FILE keeps the rows, one a line, and FILE.times the times: give the same command again to go on, or
-other seeds beside it. The differences from the recipe, which stand in the tables, are of the same seeds; three of them
-or more give a 95 % interval by Student's t.
+Each choice changes one field of the quickstart's recipe as it was before its unroll grew. It takes as many steps as so
+many CPU seconds allow on one thread, so a choice whose steps take longer has fewer of them. All choices were timed
+before, in turns. What the target computes is not counted: it is the same for all. Then held-out texts of the target
+tell what chains of 4 would have had accepted, as in learning.py. FILE keeps the rows, one a line, and FILE.times the
+times: give the same command again to go on, or other seeds beside it. The differences from no change, which stand in
+the tables, are of the same seeds; three of them or more give a 95 % interval by Student's t.
 """
 
 import argparse
@@ -37,8 +37,9 @@ from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_fo
 
 RECIPE = "quickstart_eagle3"
 TURNS, WARM_UP, TIMED = 3, 2, 8  # turns in which choices are timed, and steps in each
+NO_CHANGE = "no change"
 CHOICES: dict[str, dict[str, Any]] = {
-    "the recipe": {},
+    NO_CHANGE: {},
     "loss: cross-entropy": {"divergence": "cross_entropy"},
     "loss: cross-entropy and L1": {"divergence": "cross_entropy_and_l1"},
     "loss: LK hybrid": {"divergence": "lk_hybrid"},
@@ -82,7 +83,7 @@ class Study:
     def steps_of(self, seed: int, seconds: float) -> list[Step]:
         """Return as many steps of a seed as any choice takes in so many seconds."""
         plan, num_steps = plan_of(self.samples, seed), round(seconds / min(self.step_seconds.values()))
-        layer_ids = new_drafter(self.target, "the recipe", seed, plan).layer_ids
+        layer_ids = new_drafter(self.target, NO_CHANGE, seed, plan).layer_ids
         return steps_with_features(self.target, plan, layer_ids, num_steps)
 
     def row(self, choice: str, seed: int, seconds: float, steps: list[Step]) -> Row:
@@ -103,7 +104,7 @@ def plan_of(samples: Samples, seed: int) -> BatchPlan:
 
 def new_drafter(target: Target, choice: str, seed: int, plan: BatchPlan) -> Drafter:
     """Return a drafter of a choice before its first step."""
-    config = replace(RECIPES[RECIPE]().drafter, **CHOICES[choice])
+    config = replace(RECIPES[RECIPE]().drafter, **{"unroll_warmup": 0.0, **CHOICES[choice]})
     torch.manual_seed(seed)
     drafter = DRAFTERS[config.kind].from_target(config, target)
     drafter.fit_vocabulary(token_counts(plan, target.vocab_size))
@@ -115,7 +116,7 @@ def step_times(target: Target, samples: Samples, path: Path) -> dict[str, float]
     if not path.is_file():
         plan = plan_of(samples, 0)
         drafters = {choice: new_drafter(target, choice, 0, plan) for choice in CHOICES}
-        steps = steps_with_features(target, plan, drafters["the recipe"].layer_ids, WARM_UP + TIMED)
+        steps = steps_with_features(target, plan, drafters[NO_CHANGE].layer_ids, WARM_UP + TIMED)
         times: dict[str, list[float]] = {choice: [] for choice in CHOICES}
         for _ in range(TURNS):
             for choice, drafter in drafters.items():
@@ -151,10 +152,10 @@ def make_rows(study: Study, args: argparse.Namespace) -> None:
                         file.write(json.dumps(asdict(row)) + "\n")
 
 
-def cell(values: list[float], of_recipe: list[float]) -> str:
-    """Return the mean of the seeds and its difference from the recipe's, with the 95 % interval of three or more."""
+def cell(values: list[float], of_none: list[float]) -> str:
+    """Return the mean of the seeds and its difference from no change, with the 95 % interval of three or more."""
     mean = f"{fmean(values):.2f}"
-    differences = [value - other for value, other in zip(values, of_recipe, strict=True)]
+    differences = [value - other for value, other in zip(values, of_none, strict=True)]
     if not any(differences):
         return mean
     half = ""
@@ -165,18 +166,16 @@ def cell(values: list[float], of_recipe: list[float]) -> str:
 
 
 def print_table(rows: list[Row], seconds: float) -> None:
-    """Print the choices after one time, each beside the recipe of the same seeds."""
-    print(
-        f"\n| {seconds:g} seconds planned | seeds | CPU s | steps | T=0, beside the recipe | T=1, beside the recipe |"
-    )
+    """Print the choices after one time, each beside no change of the same seeds."""
+    print(f"\n| {seconds:g} seconds planned | seeds | CPU s | steps | T=0, beside no change | T=1, beside no change |")
     print("|---|---|---|---|---|---|")
     found = {(row.choice, row.seed): row for row in rows if row.seconds == seconds}
     for choice in CHOICES:
-        seeds = sorted(seed for name, seed in found if name == choice and ("the recipe", seed) in found)
+        seeds = sorted(seed for name, seed in found if name == choice and (NO_CHANGE, seed) in found)
         if seeds:
-            own, recipe = ([found[name, seed] for seed in seeds] for name in (choice, "the recipe"))
-            greedy = cell([row.greedy for row in own], [row.greedy for row in recipe])
-            sampled = cell([row.sampled for row in own], [row.sampled for row in recipe])
+            own, unchanged = ([found[name, seed] for seed in seeds] for name in (choice, NO_CHANGE))
+            greedy = cell([row.greedy for row in own], [row.greedy for row in unchanged])
+            sampled = cell([row.sampled for row in own], [row.sampled for row in unchanged])
             cpu_seconds = fmean(row.cpu_seconds for row in own)
             print(f"| {choice} | {len(seeds)} | {cpu_seconds:.0f} | {own[0].steps} | {greedy} | {sampled} |")
 
@@ -201,7 +200,7 @@ def main() -> None:
     parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES))
     parser.add_argument("--prompts", type=int, default=157)
     args = parser.parse_args()
-    args.choices = list(dict.fromkeys(["the recipe", *args.choices]))  # which the others are compared with
+    args.choices = list(dict.fromkeys([NO_CHANGE, *args.choices]))  # which the others are compared with
     torch.set_num_threads(1)
     if args.samples:
         make_rows(study_of(args), args)
