@@ -184,7 +184,7 @@ class FusedMlp:
 
 
 class FusedExperts:
-    """A mixture of experts on the normed residual stream: router and experts are those of transformers."""
+    """A mixture of experts of transformers, on the normed residual stream."""
 
     def __init__(self, mlp: Any, norm: DecodingNorm) -> None:
         self.norm, self.mixture = norm, mlp
@@ -193,7 +193,7 @@ class FusedExperts:
         """Add the output to the residual stream x [N, H] in place."""
         normed = torch.empty_like(x)
         steps.rms_norm(x, self.norm, out=normed)
-        x += self.mixture(normed[None])[0]
+        steps.experts(x, normed, self.mixture)
 
 
 def _head_norm(attention: Any, query: int, keys: int) -> DecodingNorm:

@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftsmith.models.errors import UserError
-from draftsmith.models.fused import product_kernel
+from draftsmith.models.fused import expert_kernels, layer_steps, product_kernel
+from draftsmith.models.fused.expert_kernels import add_experts
 from draftsmith.models.fused.layer_steps import Beside, Ending, Entry, multiply
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.attention_kernel import attend as attend_slots
@@ -363,6 +364,15 @@ def separate_product(
         multiply(x, weight, bias, out)
     else:
         silu_mul(multiply(x, weight, bias), out)
+
+
+def experts(x: Tensor, normed: Tensor, mixture: Any) -> None:
+    """Do what `layer_steps.experts` does; for few tokens experts are two kernels behind the mixture's own router."""
+    if len(x) * mixture.gate.top_k > expert_kernels.MOST_PAIRS:
+        layer_steps.experts(x, normed, mixture)
+        return
+    _, shares, ids = mixture.gate(normed)
+    add_experts(x, normed, mixture.experts.gate_up_proj, mixture.experts.down_proj, ids, shares)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:

@@ -98,6 +98,11 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None 
     return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
+def experts(x: Tensor, normed: Tensor, mixture: nn.Module) -> None:
+    """Add to x [N, H] what a mixture of experts of transformers makes of the normed x [N, H]."""
+    x += mixture(normed[None])[0]
+
+
 def rotate_and_store(
     heads: Tensor, stored: Tensor, cos: Tensor, sin: Tensor, norm: DecodingNorm | None, written: Tensor, flat: Tensor
 ) -> None:

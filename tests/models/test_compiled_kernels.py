@@ -45,6 +45,7 @@ ROWS = {  # what kernels read in long rows; "" is an address that was loaded its
     "write_kernel": ["key", "value"],
     "move_kernel": [""],
     "silu_kernel": ["gate_up"],
+    **dict.fromkeys(("gate_experts_kernel", "add_experts_kernel"), ["row", "rows"]),
     "norm_kernel": ["x", "weight"],
     "rotate_kernel": ["qkv", "weight"],
 }
@@ -67,6 +68,7 @@ ON_SM_89 += (
     "draw cut",
     "forward_kl bfloat16",
     "silu torch.bfloat16 1",
+    "experts torch.bfloat16",
     "norm torch.bfloat16 1",
     "enter with features torch.bfloat16",
     "rotate torch.bfloat16 1",
@@ -95,6 +97,7 @@ BY_DEFAULT = (  # a launch of each kernel at least, of each rule and of each end
     "forward_kl bfloat16",
     "jensen_shannon float32 odd",
     "silu torch.bfloat16 131072",
+    "experts torch.bfloat16",
     "norm torch.bfloat16 1",
     "rotate torch.bfloat16 1",
     "delta rule of channels 64",
@@ -163,6 +166,7 @@ def latent_attention() -> dict[str, Callable[[], object]]:
 
 def steps() -> dict[str, Callable[[], object]]:
     """Return calls of a fused layer's steps but products, for chunks of 512 tokens in 256 rows, and for one token."""
+    from draftsmith.models.fused import expert_kernels
     from draftsmith.models.fused import layer_kernels as llama_kernels
     from draftsmith.models.fused.layer_steps import Beside
     from draftsmith.models.layers import DecodingNorm
@@ -188,6 +192,13 @@ def steps() -> dict[str, Callable[[], object]]:
         x = meta(num_tokens, 4096, dtype=dtype)
         llama_kernels.rms_norm(x, DecodingNorm(meta(4096, dtype=dtype), 1e-6), x)
 
+    def experts(dtype: torch.dtype, num_tokens: int) -> None:
+        x, inner = meta(num_tokens, 2048, dtype=dtype), 768
+        gate_up, down = meta(128, 2 * inner, 2048, dtype=dtype), meta(128, 2048, inner, dtype=dtype)
+        expert_kernels.add_experts(
+            x, x, gate_up, down, meta(num_tokens, 8, dtype=torch.int64), meta(num_tokens, 8, dtype=dtype)
+        )
+
     def enter(dtype: torch.dtype, batch: int, num_words: int, normed: bool = False) -> None:
         slots, prefix = meta(batch, 5, dtype=torch.int64), meta(batch, dtype=torch.int64)
         ancestors = meta(batch, 5, num_words, dtype=torch.int32) if num_words else None
@@ -201,6 +212,8 @@ def steps() -> dict[str, Callable[[], object]]:
     calls: dict[str, Callable[[], object]] = {}
     calls["enter"] = lambda: enter(torch.bfloat16, 1, 0)
     calls["enter tree"] = lambda: enter(torch.float32, 8, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        calls[f"experts {dtype}"] = lambda dtype=dtype: experts(dtype, 5)
     for args in itertools.product((torch.float32, torch.bfloat16), (many, 1)):
         calls["silu {} {}".format(*args)] = lambda args=args: silu(*args)
         calls["norm {} {}".format(*args)] = lambda args=args: norm(*args)

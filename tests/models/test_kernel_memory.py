@@ -33,7 +33,7 @@ from shadow_memory import ShadowMemory, watched
 
 from draftsmith.inference.decoding import round_kernels
 from draftsmith.inference.verification import acceptance_kernels
-from draftsmith.models.fused import layer_kernels, product_kernel
+from draftsmith.models.fused import expert_kernels, layer_kernels, product_kernel
 from draftsmith.models.losses import divergence_kernels
 from draftsmith.models.sampling import cut_kernels, sampling_kernels
 from draftsmith.models.slots import attention_kernel, cache_kernels, state_kernels
@@ -143,6 +143,13 @@ def draw(sampling: Sampling, memory: ShadowMemory) -> None:
     cut_kernels.draw(torch.randn(3, 37), sampling, noise, torch.arange(3), Stream.DRAFT, 1, out[:, 1])
 
 
+def experts(memory: ShadowMemory, kernel: ModuleType = expert_kernels) -> None:
+    """Three tokens that share an expert, with widths that are no multiples of what a program reads or writes."""
+    gate_up, down = torch.randn(4, 2 * 20, 600), torch.randn(4, 600, 20)
+    ids = torch.tensor([[0, 3], [3, 1], [3, 0]])
+    kernel.add_experts(torch.randn(3, 600), torch.randn(3, 600), gate_up, down, ids, torch.rand(3, 2))
+
+
 def silu(memory: ShadowMemory, kernel: ModuleType = layer_kernels) -> None:
     kernel.silu_mul(torch.randn(3, 2 * 1100), torch.empty(3, 1100))
 
@@ -203,7 +210,7 @@ CALLS: list[Call] = [
     lambda memory: attend(chain_window(torch.tensor([30, 0]), 9), 1, memory),
     lambda memory: attend(chain_window(torch.tensor([39, 0, 16]), 1), 3, memory),
     lambda memory: attend(tree_window(), 2, memory),
-    *(norm_in_place, enter, enter_with_features, rotate, silu, write, move, compare, uniforms),
+    *(norm_in_place, enter, enter_with_features, rotate, silu, experts, write, move, compare, uniforms),
     *(read_delta_rule, read_convolution),
     *(partial(verify, rule) for rule in RULES),
     *(partial(both_ends, num_nodes) for num_nodes in (0, 3, 5)),
