@@ -58,7 +58,8 @@ python3 -c "import torch, triton, transformers; print(torch.__version__, triton.
 
 case $part in
 1)
-  section 170 $pytest -m "not engine and not long$(pick " and not gpu" "")" $(pick "-k medusa" "") tests/inference/test_loop_on_kernels.py \
+  section 170 $pytest -m "not engine and not long$(pick " and not gpu" "")" $(pick "-k medusa" "") \
+    tests/inference/test_loop_on_kernels.py \
     tests/models/test_{attention_kernel,cache_kernels,cut_kernels,llama_kernels,divergence_kernels,state_kernels}.py \
     tests/models/test_{fused,slots,unrolled_attention,autocast}.py tests/train/test_host_waits.py \
     tests/inference/test_{round,verify}_kernels.py &
@@ -87,7 +88,7 @@ case $part in
     section 60 python3 benchmarks/acceptance_kernels.py
     section 60 python3 benchmarks/attention_kernel.py
   fi
-  checked=(python3 -m pytest -q -x -p no:cacheprovider tests/models/test_llama_kernels.py tests/models/test_cache_kernels.py)
+  checked=(python3 -m pytest -q -x -p no:cacheprovider tests/models/test_{llama,cache}_kernels.py)
   if command -v compute-sanitizer >/dev/null; then
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # each tensor's memory is then its own, so that its ends are seen
     section 100 compute-sanitizer --tool memcheck --error-exitcode 9 "${checked[@]}" &

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_PAIRS = 64  # of a token and an expert; for more, products of all tokens of an expert at once are faster
+MOST_PAIRS = 64  # of a token and an expert; of more, all tokens of an expert are multiplied at once
 TILE, DEPTH = 8, 512  # outputs of a program, and inputs that it reads at a time
 
 
@@ -28,10 +28,10 @@ def add_experts(x: Tensor, normed: Tensor, gate_up: Tensor, down: Tensor, ids: T
     assert all(tensor.is_contiguous() for tensor in (x, normed, gate_up, down, ids, shares))
     inner = x.new_empty(num_tokens * num_chosen, inner_width)
     gate_experts_kernel[(len(inner), triton.cdiv(inner_width, TILE))](
-        normed, gate_up, ids, inner, K=num_chosen, H=width, I=inner_width, TILE=TILE, DEPTH=DEPTH, num_warps=4
+        normed, gate_up, ids, inner, K=num_chosen, H=width, INNER=inner_width, TILE=TILE, DEPTH=DEPTH, num_warps=4
     )
     add_experts_kernel[(num_tokens, triton.cdiv(width, TILE))](
-        inner, down, ids, shares, x, K=num_chosen, H=width, I=inner_width, TILE=TILE, DEPTH=DEPTH, num_warps=4
+        inner, down, ids, shares, x, K=num_chosen, H=width, INNER=inner_width, TILE=TILE, DEPTH=DEPTH, num_warps=4
     )
 
 
@@ -43,7 +43,7 @@ def gate_experts_kernel(
     inner,
     K: tl.constexpr,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    INNER: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -51,10 +51,10 @@ def gate_experts_kernel(
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    row, rows = normed + pair // K * H, gate_up + expert * 2 * I * H
-    gate = dot_rows(row, rows, i, i < I, H, TILE, DEPTH).to(inner.dtype.element_ty).to(tl.float32)
-    up = dot_rows(row, rows + I * H, i, i < I, H, TILE, DEPTH).to(inner.dtype.element_ty).to(tl.float32)
-    tl.store(inner + pair * I + i, (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty), mask=i < I)
+    row, rows = normed + pair // K * H, gate_up + expert * 2 * INNER * H
+    gate = dot_rows(row, rows, i, i < INNER, H, TILE, DEPTH).to(inner.dtype.element_ty).to(tl.float32)
+    up = dot_rows(row, rows + INNER * H, i, i < INNER, H, TILE, DEPTH).to(inner.dtype.element_ty).to(tl.float32)
+    tl.store(inner + pair * INNER + i, (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty), mask=i < INNER)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def add_experts_kernel(
     x,
     K: tl.constexpr,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    INNER: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -77,7 +77,7 @@ def add_experts_kernel(
     for k in range(K):
         pair = n * K + k
         expert = tl.load(ids + pair).to(tl.int64)
-        output = dot_rows(inner + pair * I, down + expert * H * I, h, h < H, I, TILE, DEPTH)
+        output = dot_rows(inner + pair * INNER, down + expert * H * INNER, h, h < H, INNER, TILE, DEPTH)
         total += output.to(x.dtype.element_ty).to(tl.float32) * tl.load(shares + pair).to(tl.float32)
     tl.store(x + n * H + h, total.to(x.dtype.element_ty), mask=h < H)
 

@@ -24,8 +24,8 @@ from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window
 
-DENSE = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")
-FAMILIES = (*DENSE, "mixtral", "qwen3_moe")  # whose layers `FusedLayer` computes
+# Those whose layers `FusedLayer` computes.
+FAMILIES = ("cwm", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
 
 
