@@ -55,13 +55,16 @@ def make_target(args: argparse.Namespace) -> Target:
     return Target(model.eval().requires_grad_(False), None, "random", fuse_layers=False, decodes=False)
 
 
-def texts(target: Target, rows: int, lengths: list[int]) -> Iterator[Batch]:
-    """Yield batches of random tokens in pinned memory, each of the next length; the second half of each is trained."""
+def texts(args: argparse.Namespace, rows: int, lengths: list[int]) -> Iterator[Batch]:
+    """Yield batches of random tokens in pinned memory, each of the next length; the second half of each is trained.
+
+    All tokens are in the draft vocabulary, as nearly all of a real text are: a chain that leaves it is not trained.
+    """
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
-        token_ids = torch.randint(target.vocab_size, (rows, length), generator=generator)
+        token_ids = torch.randint(args.draft_vocab, (rows, length), generator=generator)
         batch = Batch(token_ids, torch.arange(length).expand(rows, -1) >= length // 2)
-        yield batch.pin_memory() if target.device.type == "cuda" else batch
+        yield batch.pin_memory() if args.device == "cuda" else batch
 
 
 class Training:
@@ -129,8 +132,7 @@ def compare_with_speculators(training: Training, args: argparse.Namespace) -> No
     target = training.target
     assert isinstance(target.text_config, LlamaConfig)
     theirs = their_step(target.text_config, args.draft_vocab, args.length, args.unroll, 1, args.device)
-    (batch,) = texts(target, 1, [args.length])
-    batch.token_ids %= args.draft_vocab  # ours leaves out chains that leave the draft vocabulary, and theirs does not
+    (batch,) = texts(args, 1, [args.length])
     features = target.features(batch.to(target.device), training.drafter.layer_ids)
     batch.loss_mask[:, 1:] = True  # as theirs, every token is trained
     sides = {"ours": lambda: training.step(batch, features), "speculators": theirs}
@@ -160,15 +162,15 @@ def main() -> None:
     print(f"{env.device}, torch {env.versions['torch']}, triton {env.versions['triton']}, {env.git_commit}")
     print(f"{args.layers} layers, {args.rows} rows of {args.length} tokens, {args.unroll} unrolled steps")
     training, count = Training(target, args.draft_vocab, args.unroll), WARM_UP + args.steps
-    measure_parts(training, texts(target, args.rows, [args.length] * count))
+    measure_parts(training, texts(args, args.rows, [args.length] * count))
     if args.profile:
-        (batch,) = texts(target, args.rows, [args.length])
+        (batch,) = texts(args, args.rows, [args.length])
         print_kernels(lambda: training.step(batch), target.device)
     if args.vary:
         lengths = [args.length // 2 + 37 * step % (args.length // 2) for step in range(count)]
         for name, multiple in (("as they come", 1), (f"padded to a multiple of {GPU_WIDTH}", GPU_WIDTH)):
             print(f"lengths from {min(lengths)} to {max(lengths)}, {name}:")
-            measure_parts(training, texts(target, args.rows, [rounded_up(length, multiple) for length in lengths]))
+            measure_parts(training, texts(args, args.rows, [rounded_up(length, multiple) for length in lengths]))
     if importlib.util.find_spec("speculators"):
         compare_with_speculators(training, args)
     else:
