@@ -1,12 +1,14 @@
 """The decisions of `draftsmith quickstart`; .ci/run runs the whole of it."""
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from chats import FAMILIES, chat_target
 from disk_faults import Contents, contents, recorded_changes, restore
@@ -19,7 +21,7 @@ from draftsmith.data.prompts.prompts import read_prompts, tokenise
 from draftsmith.data.samples.sample import Sample, Span
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
-from draftsmith.models import Target
+from draftsmith.models import Target, devices
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
@@ -73,6 +75,17 @@ def test_a_step_is_timed_on_fewer_samples_than_it_takes(tiny_target: Target) -> 
     drafter = new_drafter(recipe, tiny_target)
     samples = [Sample([5, 6, 7, 8], [Span(1, 4)]) for _ in range(3)]
     assert time_step(recipe, drafter, tiny_target, samples).loss > 0
+
+
+def test_a_step_is_timed_in_the_precision_that_it_is_trained_in(
+    make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On hardware that computes in bf16 the target's features are in bf16, and the drafter's weights in fp32."""
+    monkeypatch.setattr(devices, "default_dtype", lambda device: torch.bfloat16)
+    target = Target.from_pretrained(make_target_dir(), "cpu", torch.bfloat16)
+    recipe = RECIPES["quickstart_eagle3"]()
+    samples = [Sample([5, 6, 7, 8], [Span(1, 4)]) for _ in range(3)]
+    assert time_step(recipe, new_drafter(recipe, target).float(), target, samples).loss > 0
 
 
 def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
