@@ -38,11 +38,12 @@ from draftsmith.recipes.auto.budget import in_words, make_plan, plan_lines, reci
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.folder import SearchFolder
-from draftsmith.recipes.auto.race import LOOKUPS, NONE_CAN_PAY, decided, run_rung, why_over
+from draftsmith.recipes.auto.race import LOOKUPS, NONE_CAN_PAY, Conditions, decided, run_rung, why_over
 from draftsmith.recipes.auto.result import SearchResult
 from draftsmith.recipes.auto.score import (
     LONGEST,
     Score,
+    ScoredLookup,
     ServingLoad,
     best_length,
     longest_draft,
@@ -168,13 +169,21 @@ class Auto:
             self.save(replace(self.state, probes=[*self.state.probes, score]))
         while len(self.state.rungs) < plan.num_rungs and self.state.over is None:
             alive = self.state.rungs[-1].kept if self.state.rungs else payable
-            contenders = run_rung(alive, plan, self.state.newest_scores, self.trained, self.load)
+            contenders = run_rung(alive, self.state.newest_scores, self.trained, self.conditions)
             rung = decided(len(self.state.rungs) + 1, contenders, self.state.lookups)
             over = why_over(contenders, self.state.lookups, self.plain_speedup)
             self.save(replace(self.state, rungs=[*self.state.rungs, rung], over=over))
             self.console.print(rung.decision)
             if over:
                 self.console.print(over)
+
+    @property
+    def conditions(self) -> Conditions:
+        """What all kinds share in the race. Engines serve no lookup before a kind; under an SLA none is predicted."""
+        leader = max(self.state.lookups, key=lambda score: score.speedup, default=None)
+        if leader is None or self.settings.engine or self.load.sla.tpot_ms is not None:
+            return Conditions(self.state.plan, self.load, None)
+        return Conditions(self.state.plan, self.load, ScoredLookup(leader, self.folder.costs(leader.name)))
 
     def rivals(self) -> list[str]:
         """Return the lookups that are rivals: a vLLM that is timed may lack what one of them needs, and says so."""

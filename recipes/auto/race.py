@@ -1,7 +1,8 @@
 """The race of `draftsmith auto`: kinds of drafters are trained in rungs, and half of them dropped after each.
 
 What counts is the speedup predicted on the user's traffic at the user's load. Lookups, which need no training, are
-rivals from the start. A forecast says what a kind can still reach; where none can reach a lookup, the race ends.
+rivals from the start. A forecast says what a kind can still reach, alone and behind a lookup; where none can reach what
+a lookup has, the race ends.
 
 A short probe of each kind comes before the first rung. So at the end of each rung it is known what twice the steps
 added to the log-odds of its acceptance. Each further doubling adds less, in searches of the embedded target about three
@@ -14,7 +15,14 @@ from dataclasses import dataclass
 
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.recipes.auto.budget import AutoPlan
-from draftsmith.recipes.auto.score import Score, ServingLoad, growth_per_doubling, potential
+from draftsmith.recipes.auto.score import (
+    Score,
+    ScoredLookup,
+    ServingLoad,
+    growth_per_doubling,
+    potential,
+    potential_behind,
+)
 
 LOOKUPS = ("ngram", "suffix")
 USUAL_DECLINE = 0.75  # what a doubling of the steps adds, of what the one before it added
@@ -32,6 +40,16 @@ class Contender:
     growth: float  # of the log-odds of acceptance, by each doubling of the steps since the score before
     potential: float  # predicted speedup at the end, if growth declines as it usually does
     best_potential: float  # the same if it declines as little as was seen
+    best_cascade: float = 0.0  # the same behind the best lookup; 0 where no lookup is served before a kind
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all kinds in a race share."""
+
+    plan: AutoPlan
+    load: ServingLoad
+    lookup: ScoredLookup | None  # the best one; None where none is served before a kind
 
 
 @dataclass(frozen=True)
@@ -43,17 +61,15 @@ class Rung:
     decision: str  # in words
 
 
-def run_rung(
-    alive: list[str], plan: AutoPlan, before: dict[str, Score], train: Training, load: ServingLoad
-) -> list[Contender]:
+def run_rung(alive: list[str], before: dict[str, Score], train: Training, conditions: Conditions) -> list[Contender]:
     """Train every kind that is alive for its part of a rung; return them, the best first.
 
     `before` holds the score that each had before, from which its growth is told.
     """
     contenders = []
     for kind in alive:
-        score, costs = train(kind, plan.steps_in_rung(kind, len(alive), before[kind].steps))
-        contenders.append(with_forecast(before[kind], score, costs, plan, load))
+        score, costs = train(kind, conditions.plan.steps_in_rung(kind, len(alive), before[kind].steps))
+        contenders.append(with_forecast(before[kind], score, costs, conditions))
     return ranked(contenders)
 
 
@@ -74,12 +90,18 @@ def ranked(contenders: list[Contender]) -> list[Contender]:
     return sorted(contenders, key=rank_key, reverse=True)
 
 
-def with_forecast(before: Score, score: Score, costs: Costs, plan: AutoPlan, load: ServingLoad) -> Contender:
+def with_forecast(before: Score, score: Score, costs: Costs, conditions: Conditions) -> Contender:
     """Return a kind with its forecast for the case that the rest of the training is all its own."""
-    growth = growth_per_doubling(before, score)
-    times = plan.final_steps(score.name, score.steps) / score.steps
-    usual, best = (potential(score, added, costs, load) for added in growth_to_come(growth, times))
-    return Contender(score, growth, usual, best)
+    growth, load, lookup = growth_per_doubling(before, score), conditions.load, conditions.lookup
+    times = conditions.plan.final_steps(score.name, score.steps) / score.steps
+    usual, best = growth_to_come(growth, times)
+    return Contender(
+        score,
+        growth,
+        potential(score, usual, costs, load),
+        potential(score, best, costs, load),
+        potential_behind(lookup, score, best, costs, load) if lookup else 0.0,
+    )
 
 
 def growth_to_come(growth: float, times: float) -> tuple[float, float]:
@@ -120,13 +142,15 @@ def why_over(contenders: list[Contender], lookups: list[Score], plain: float = 1
     `plain` is what plain decoding is predicted to have: 0 where it breaks the SLA. Then the SLA may be out of reach.
     """
     best = max(contenders, key=lambda contender: contender.best_potential)
+    cascade = max(contender.best_cascade for contender in contenders)
     rival = max(lookups, key=lambda score: score.low, default=None)
     name, reached = ("plain decoding", plain) if rival is None or rival.low <= plain else (rival.name, rival.low)
-    if best.best_potential > reached:
+    if max(best.best_potential, cascade) > reached:
         return None
     if best.best_potential == 0:
         return "no kind is forecast to keep the SLA for any request, however much it grew: training ends here"
+    behind = f", or {cascade:.2f}× behind {rival.name}" if rival and cascade else ""
     return (
         f"{name} has at least {reached:.2f}×, and the best forecast of what training can still bring is "
-        f"{best.best_potential:.2f}× ({best.score.name}): training ends here"
+        f"{best.best_potential:.2f}× ({best.score.name}){behind}: training ends here"
     )

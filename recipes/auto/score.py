@@ -182,6 +182,36 @@ def speedup_at(score: Score, draft_length: int, costs: Costs, load: ServingLoad)
     return within * predicted(score.rates, score.chances, draft_length, costs, load)
 
 
+@dataclass(frozen=True)
+class ScoredLookup:
+    """A lookup that may draft before a kind, with what its rounds cost."""
+
+    score: Score
+    costs: Costs
+
+    def speedup_before(self, tokens: float, round_ms: float, load: ServingLoad) -> float:
+        """Return the speedup of the lookup before a kind whose rounds bring so many tokens and take so long.
+
+        Rounds in which the lookup finds nothing become the kind's. That is the most to be expected: text is harder to
+        foretell there than elsewhere.
+        """
+        score, batch, context = self.score, load.batch_size, load.context
+        missed = 1 - score.chances.drafted
+        found_nothing = self.costs.drafting_with(DraftChances(0.0)).round(score.draft_length, batch, context)
+        whole = self.costs.drafting_with(score.chances).round(score.draft_length, batch, context)
+        whole += missed * (round_ms - found_nothing)
+        return self.costs.plain(batch, context) * (score.acceptance_length + missed * (tokens - 1)) / whole
+
+
+def potential_behind(lookup: ScoredLookup, score: Score, growth: float, costs: Costs, load: ServingLoad) -> float:
+    """Return what a kind brings at most behind a lookup if the log-odds of every acceptance rate grew by so much."""
+    rates, own = grown(score.rates, growth), costs.drafting_with(score.chances)
+    return max(
+        lookup.speedup_before(acceptance_length(rates, length), own.round(length, load.batch_size, load.context), load)
+        for length in range(1, len(rates) + 1)
+    )
+
+
 def grown(rates: Rates, growth: float) -> list[float | None]:
     """Return acceptance rates whose log-odds grew by so much; depths that no draft came to had hardly any."""
     return [float(expit(logit(np.clip(rate or 0.0, NEVER, ALWAYS)) + growth)) for rate in rates]

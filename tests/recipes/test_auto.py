@@ -29,7 +29,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning import tuning
-from draftsmith.inference.planning.costs import Costs
+from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Target, save_drafter
 from draftsmith.models.drafter_configs import Eagle3Config
@@ -41,12 +41,14 @@ from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, ranked, why_over
 from draftsmith.recipes.auto.score import (
     Score,
+    ScoredLookup,
     ServingLoad,
     best_draft_of,
     growth_per_doubling,
     needed_rate,
     plain_speedup,
     potential,
+    potential_behind,
     rates_of,
     speedup_of,
 )
@@ -314,6 +316,22 @@ def test_a_potential_is_what_grown_rates_would_bring() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("share", "brought", "expected"),
+    [
+        (1.0, 3.0, 3.0),  # all rounds are the lookup's, which costs nothing but the pass
+        (0.0, 1.0, 10 * 2 / 14),  # all are the kind's, of two tokens in 14 ms
+        (0.5, 2.0, 10 * (3 + 2) / (10 + 14)),  # the lookup brings three tokens where it finds any
+    ],
+)
+def test_a_lookup_leaves_rounds_to_the_kind_behind_it(share: float, brought: float, expected: float) -> None:
+    score = replace(score_of("ngram", 0.5), chances=DraftChances(share), acceptance_length=brought)
+    lookup = ScoredLookup(score, costs_of(0.0))
+    assert lookup.speedup_before(2.0, 14.0, LOAD) == pytest.approx(expected)
+    behind = potential_behind(lookup, replace(score_of("hydra", 0.5), chances=DraftChances()), 0.0, costs_of(1.0), LOAD)
+    assert behind >= lookup.speedup_before(1.5, 11.0, LOAD)  # chains of one token, at the least
+
+
 def stats_with(rate: float) -> Stats:
     """Many rounds in which each token is accepted at one rate."""
     histogram = [round(1e6 * rate**n * (1 - rate if n < 4 else 1)) for n in range(5)]
@@ -333,6 +351,9 @@ def test_the_race_ends_where_a_lookup_is_out_of_reach() -> None:
         "ngram has at least 1.65×, and the best forecast of what training can still bring is 1.60× (eagle3): "
         "training ends here"
     )
+    behind = [replace(contender, best_cascade=1.7) for contender in contenders]
+    assert why_over(behind, [score_of("ngram", 0.5, speedup=1.75)]) is None
+    assert "is 1.60× (eagle3), or 1.70× behind ngram" in str(why_over(behind, [score_of("ngram", 0.5, speedup=1.85)]))
     slow = [Contender(score_of("medusa", 0.3), 0.2, 0.8, 0.9)]
     assert str(why_over(slow, [score_of("ngram", 0.5, speedup=0.9)])).startswith("plain decoding has at least 1.00×")
 
