@@ -46,6 +46,9 @@ from draftsmith.models.sampling.trees import Chain, Tree
 P = TypeVar("P")
 
 
+DraftSetting = int | Tree | AnySchedule  # length of a chain, a tree, or a schedule of chains
+
+
 @dataclass(frozen=True)
 class MeasureSettings:
     """A setting of an evaluation, which gives one row of evaluation.json for each drafter."""
@@ -53,7 +56,7 @@ class MeasureSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 1
-    draft: int | Tree | AnySchedule = 4  # length of a chain, a schedule of them, or a tree
+    draft: DraftSetting = 4
     max_new_tokens: int = 64
     repeats: int = 5  # the most, where `seconds` are given
     seed: int = 0

@@ -19,7 +19,7 @@ from draftsmith.data.prompts.prompts import read_prompt_set, read_prompts
 from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.measure import DraftSetting, MeasureSettings, PromptSet
 from draftsmith.inference.planning.cost_measurement import (
     CostRange,
     longest_context,
@@ -228,6 +228,7 @@ class Auto:
                 minutes=plan.measure_minutes,
                 sample_texts=True,
                 skips_impossible=True,
+                drafts=dict(zip(names, map(self.measured_drafts, finalists), strict=True)),
                 costs=True,
             )
             evaluate_side_by_side(self.target, names, [test], self.grid(), self.folder.comparison, options)
@@ -249,15 +250,25 @@ class Auto:
         """
         grid = []
         for size in powers_of_2(self.load.batch_size):
-            load = replace(self.load, batch_size=size)
-            best = {best_length(score, self.folder.costs(score.name), load) for score in self.state.finalists}
-            lengths = sorted(max(1, length) for length in best)
-            grid += [
-                replace(self.measuring, batch_size=size, draft=length, repeats=MOST_REPEATS)
-                for length in dict.fromkeys(lengths)
-            ]
-        others = self.state.tuned.drafts if self.state.tuned else []
-        return grid + [replace(self.measuring, draft=draft, repeats=MOST_REPEATS) for draft in others]
+            lengths = sorted({self.foretold_length(score, size) for score in self.state.finalists})
+            grid += [replace(self.measuring, batch_size=size, draft=length, repeats=MOST_REPEATS) for length in lengths]
+        return grid + [replace(self.measuring, draft=draft, repeats=MOST_REPEATS) for draft in self.other_drafts]
+
+    def foretold_length(self, score: Score, batch_size: int) -> int:
+        """Return the draft length that is foretold as best for a finalist at a batch size, one at the least."""
+        load = replace(self.load, batch_size=batch_size)
+        return max(1, best_length(score, self.folder.costs(score.name), load))
+
+    def measured_drafts(self, score: Score) -> list[DraftSetting]:
+        """Return the drafts that a finalist is measured at: the lengths foretold as best for itself, and its others."""
+        sizes = powers_of_2(self.load.batch_size)
+        lengths: list[DraftSetting] = [self.foretold_length(score, size) for size in sizes]
+        return lengths + (self.other_drafts if score == self.state.final else [])
+
+    @property
+    def other_drafts(self) -> list[DraftSetting]:
+        """The winner's drafts that are no chains of one length."""
+        return list(self.state.tuned.drafts) if self.state.tuned else []
 
     # --- training and scoring
 

@@ -142,7 +142,8 @@ def make_plan(
     samples, seconds_of_timed = timed_samples(plain, timed, answers)
     answer_seconds = seconds_of_timed / len(timed)
     num_threads, token_seconds = fastest_num_threads(plain, first[:TIMED_PROMPTS])
-    test_seconds = num_test * (FINALISTS + 1) * LENGTHS * token_seconds * mean_answer(samples, answers.max_new_tokens)
+    num_passes = FINALISTS + LENGTHS  # each finalist at its own length, and plain decoding beside each length
+    test_seconds = num_test * num_passes * token_seconds * mean_answer(samples, answers.max_new_tokens)
     ending = plan_ending(target, first, answers.max_new_tokens, seconds, test_seconds)
     learning_share = 1 - SLACK_SHARE - ending.share
     recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}

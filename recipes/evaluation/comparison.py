@@ -19,7 +19,7 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks, plain_texts
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.measuring.measure import DraftSetting, MeasureSettings, PromptSet, check_settings, measure
 from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText, sample_texts
 from draftsmith.inference.planning.costs import Costs
@@ -47,6 +47,7 @@ class EvaluationOptions:
     minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
     sample_texts: bool = False  # write samples.json
     skips_impossible: bool = False  # leave out settings with drafts that a drafter cannot make; else refuse them
+    drafts: dict[str, list[DraftSetting]] | None = None  # those at which alone each drafter is measured; None: all
     costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
 
 
@@ -69,7 +70,9 @@ def evaluate_side_by_side(
     drafters = loaded_drafters(target, names)
 
     def measured_at(settings: MeasureSettings) -> dict[str, Drafter]:
-        return {name: each for name, each in drafters.items() if settings.allows(each) or not options.skips_impossible}
+        wanted = {name for name in drafters if options.drafts is None or settings.draft in options.drafts[name]}
+        impossible = {name for name, each in drafters.items() if options.skips_impossible and not settings.allows(each)}
+        return {name: each for name, each in drafters.items() if name in wanted - impossible}
 
     for settings in grid:
         check_settings(settings, measured_at(settings))

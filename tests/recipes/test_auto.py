@@ -611,6 +611,9 @@ def test_a_drafter_is_left_out_of_drafts_that_it_cannot_make(tiny_target: Target
     assert [row.setting.draft_length for row in ngram.results] == [2, 5]
     with pytest.raises(UserError, match="5"):
         comparison.evaluate_side_by_side(tiny_target, names, prompts, grid, tmp_path / "other")
+    options = comparison.EvaluationOptions(drafts={names[0]: [2], "ngram": [5]})
+    own = comparison.evaluate_side_by_side(tiny_target, names, prompts, grid, tmp_path / "own", options)
+    assert [[row.setting.draft_length for row in each.results] for each in own] == [[2], [5]]
 
 
 def test_a_search_goes_on_for_its_own_target_alone(settings: AutoSettings, tmp_path: Path) -> None:
