@@ -179,7 +179,7 @@ class Auto:
 
     @property
     def conditions(self) -> Conditions:
-        """What all kinds share in the race. Engines serve no lookup before a kind; under an SLA none is predicted."""
+        """The conditions of the race. Engines serve no lookup before a kind, and under an SLA none is predicted."""
         leader = max(self.state.lookups, key=lambda score: score.speedup, default=None)
         if leader is None or self.settings.engine or self.load.sla.tpot_ms is not None:
             return Conditions(self.state.plan, self.load, None)

@@ -45,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all kinds in a race share."""
+    """The conditions that all kinds in a race share."""
 
     plan: AutoPlan
     load: ServingLoad
