@@ -123,7 +123,7 @@ def main() -> None:
             except Exception as error:
                 answers["controls"][name] = type(error).__name__
         answers["running states"] = running_states(benchmark, kimi, launched)
-        target = benchmark["make_target"](benchmark["meta_model"](2))
+        target = benchmark["make_target"](benchmark["meta_model"]("llama_3_1_8b", 2))
         answers["recorded without"] = recorded_without(benchmark, target)
         for round_ in benchmark["every_round"]():
             try:
@@ -131,7 +131,7 @@ def main() -> None:
             except ValueError:  # a drafter that does not draft so
                 continue
             answers["rounds"] += 1
-        targets = [benchmark["make_target"](benchmark["meta_model"](num_layers)) for num_layers in FEW]
+        targets = [benchmark["make_target"](benchmark["meta_model"]("llama_3_1_8b", num_layers)) for num_layers in FEW]
         for round_ in benchmark["ROUNDS"]:
             if round_.name in MOST_LAUNCHES:
                 counts = [benchmark["count_round"](round_, target, launched) for target in targets]
