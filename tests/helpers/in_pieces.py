@@ -61,7 +61,7 @@ def seen_of(name: str, over_machines: bool) -> tuple[dict[str, Any], dict[str, T
     finally:
         pieces.load_model = load
     few = Batch(TOKEN_IDS[:, :4], torch.ones(1, 4, dtype=torch.bool))  # whose own values take next to nothing
-    # In some passes gloo lets go of a copy late, on a busy machine; too many whole layers would be there in all of them.
+    # On a busy machine gloo lets go of a copy late in some passes. Too many whole layers would be there in each.
     most_in_pass = min(most_allocated(lambda: target.features(few, (1, 2)))[0] for _ in range(3))
 
     def tell_gather(*arguments: Any, **named: Any) -> Any:
