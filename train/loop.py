@@ -97,7 +97,8 @@ class TrainingRun:
         on_main = self.accelerator.is_main_process
         vocabulary = vocabulary_of(self.drafter, self.plan, self.source, setup.target)
         if on_main:
-            show_data(setup, vocabulary)
+            if not checkpoints(folder):  # a run that goes on has shown it
+                show_data(setup, vocabulary)
             if vocabulary:
                 write_json(folder / VOCABULARY, to_json(vocabulary))
         self.writer = CheckpointWriter(self.accelerator, self.drafter, folder, config.run.keep_checkpoints)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 from accelerate import PartialState
 from rich.console import Console
 
@@ -34,7 +33,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
-from draftsmith.recipes.auto.budget import in_words, make_plan, plan_lines, recipe_of_auto
+from draftsmith.recipes.auto.budget import cost_seconds, in_words, make_plan, plan_lines, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders, served_kinds
 from draftsmith.recipes.auto.engine_costs import EngineTimes
 from draftsmith.recipes.auto.folder import SearchFolder
@@ -60,9 +59,8 @@ from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.train import TrainConfig, train
+from draftsmith.train.evaluation.pooling import subset
 
-COST_SHARE = 0.005  # of the budget, for the costs of one drafter
-COST_SECONDS = (6.0, 60.0)  # they take at least, and at most
 MOST_REPEATS = 25
 
 
@@ -126,7 +124,7 @@ class Auto:
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
         training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {in_words(settings.budget)} allow on this machine ...")
-        plan = make_plan(target, training, traffic.num_test, drafters, settings.budget, self.answers)
+        plan = make_plan(target, training, traffic, drafters, settings.budget, self.answers)
         rivals = {} if self.engine else {name: load_drafter(name, target) for name in LOOKUPS}
         costs = self.costs({**drafters, **rivals}, plan.num_threads)
         needed = {
@@ -224,7 +222,6 @@ class Auto:
             test, plan = self.prompt_set(self.folder.prompts.test), self.state.plan
             options = EvaluationOptions(
                 plan.num_threads,
-                certify=plan.certificates,
                 minutes=plan.measure_minutes,
                 sample_texts=True,
                 skips_impossible=True,
@@ -236,11 +233,10 @@ class Auto:
     def tuned(self) -> TunedDrafts:
         """Return the trees and other drafts that are predicted to serve the winner better than chains."""
         assert self.state.final
-        final, threads = self.state.final, self.state.plan.num_threads
+        final, threads, seconds = self.state.final, self.state.plan.num_threads, cost_seconds(self.settings.budget)
         drafter = load_drafter(self.folder.drafter_of(final.name, final.steps), self.target)
-        prompts = self.prompt_set(self.folder.prompts.racing)
         with cpu_threads(threads):
-            return tuned_drafts(self.target, drafter, final.name, prompts, self.measuring, self.cost_seconds)
+            return tuned_drafts(self.target, drafter, final.name, self.racing, self.measuring, seconds)
 
     def grid(self) -> list[MeasureSettings]:
         """Return the settings that are measured at the end: the draft lengths foretold as best, by batch size.
@@ -302,10 +298,9 @@ class Auto:
     def measured(self, drafter_name: str, name: str, steps: int) -> tuple[Score, Costs]:
         """Measure a drafter on the prompts of the race, and what it costs."""
         drafter, threads = load_drafter(drafter_name, self.target), self.state.plan.num_threads
-        prompts = self.prompt_set(self.folder.prompts.racing)
         costs = self.costs({name: drafter}, threads)[name]
         with cpu_threads(threads):
-            score = measure_score(self.target, drafter, name, steps, prompts, self.measuring, costs, self.load)
+            score = measure_score(self.target, drafter, name, steps, self.racing, self.measuring, costs, self.load)
         return score, costs
 
     def costs(self, drafters: dict[str, Drafter], num_threads: int | None) -> dict[str, Costs]:
@@ -318,17 +313,12 @@ class Auto:
             found = {name: self.engine.costs(name, new[name], longest_draft(new[name])) for name in new}
         else:
             context = min(self.load.context, longest_context(self.target, LONGEST))
-            reach = CostRange(self.load.batch_size, context, LONGEST, seconds=self.cost_seconds)
+            reach = CostRange(self.load.batch_size, context, LONGEST, seconds=cost_seconds(self.settings.budget))
             with cpu_threads(num_threads):
                 found = measure_costs_in_turns(self.target, new, reach)
         for name, costs in found.items():
             write_json(self.folder.costs_file(name), to_json(costs))
         return {name: self.folder.costs(name) for name in drafters}
-
-    @property
-    def cost_seconds(self) -> float:
-        """The seconds that measuring the costs of one drafter takes."""
-        return float(np.clip(3600 * COST_SHARE * self.settings.budget, *COST_SECONDS))
 
     @cached_property
     def engine(self) -> EngineTimes | None:
@@ -356,6 +346,11 @@ class Auto:
         racing = self.prompt_set(self.folder.prompts.racing)
         context = typical_context(racing, self.settings.max_new_tokens)
         return ServingLoad(self.settings.batch_size, context, Sla(self.settings.sla_ttft_ms, self.settings.sla_tpot_ms))
+
+    @cached_property
+    def racing(self) -> PromptSet:
+        """The prompts that scores are of."""
+        return subset(self.prompt_set(self.folder.prompts.racing), list(range(self.state.plan.num_racing)))
 
     def prompt_set(self, path: Path) -> PromptSet:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import tokenise
@@ -13,7 +15,7 @@ from draftsmith.inference.measuring.certify import CertifySettings, certify
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Depth, checked
-from draftsmith.recipes.auto.traffic import MOST
+from draftsmith.recipes.auto.traffic import MOST, TrafficSummary
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
@@ -31,6 +33,13 @@ from draftsmith.train import TrainConfig
 MEASURE_SHARE, MOST_MEASURING, SLACK_SHARE = 0.17, 0.45, 0.08
 # At the end so many drafters and plain decoding answer each prompt of the test, at about so many draft lengths.
 FINALISTS, LENGTHS = 4, 3
+SCORING_SHARE = 0.15  # of the time at most, for scores; where that is short they are of fewer prompts
+FEWEST_RACING = 16  # prompts of a score
+OTHER_SCORES = 5  # beside those of the race: of two lookups, the winner, a lookup before it, and its tree
+COST_SHARE = 0.005  # of the time, for the costs of one drafter
+COST_SECONDS = (6.0, 60.0)  # they take at least, and at most
+OTHER_COSTS = 4  # beside those of the kinds: of two lookups, one before the winner, and the winner's tree
+LEAST_LEARNING = 0.3  # of the time, for answers and training, even where the search then takes longer than it should
 LEAST_ANSWERING, MOST_ANSWERING = 0.15, 0.4  # shares of the time, for the target's answers and features
 RACE_SHARE = 0.58  # of the time for training; the winner has the rest
 PASSES = 4  # of the winner over the answers: with many more it learns them by heart
@@ -39,9 +48,9 @@ TIMED_PROMPTS = 8
 TIMED_BATCHES = 2  # of answers: one alone ends with few requests that still run
 PROBE_SHARE = 0.25  # of a rung, which the probe before the first one takes
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
-# How often all certificates take what that of one lookup takes. They are of four drafters, and those that are trained
-# are verified in more modes.
-CERTIFICATES = 6.0
+# How often all certificates take what that of one lookup takes. They are of the best drafter and of what is exported,
+# and one that is trained is verified in more modes.
+CERTIFICATES = 2.5
 TRIAL = CertifySettings(num_prompts=4, num_texts=16)  # a certificate that is timed
 WHOLE = CertifySettings(num_prompts=MOST)  # a certificate of a search that has time enough
 FEWEST_TEXTS = 64  # sampled in each mode; greedily a quarter of them is decoded
@@ -55,15 +64,16 @@ class AutoPlan:
     hours: float
     num_prompts: int  # that the target answers for training
     answers_per_prompt: int  # more than one where there is time for more, and no more prompts
+    num_racing: int  # prompts that a score is of
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     step_seconds: dict[str, float]  # of training, by kind
     stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
     rung_seconds: float  # of training in each rung of the race
     final_seconds: float  # of training the winner
-    certificates: CertifySettings  # the texts that certify at the end that drafters are lossless
+    certificates: CertifySettings  # the texts that certify at the end that what is chosen is lossless
     measure_minutes: float  # of measuring at the end
     target_is_small: bool  # so that it takes the quickstart's recipes
-    least_seconds: float = 0.0  # about, that the fewest answers and steps take
+    least_seconds: float = 0.0  # about, that timing, scores, and the fewest answers and steps take
 
     @property
     def num_answers(self) -> int:
@@ -126,15 +136,16 @@ def target_is_small(target: Target) -> bool:
 def make_plan(
     target: Target,
     prompts: list[Prompt],
-    num_test: int,
+    traffic: TrafficSummary,
     drafters: dict[str, Drafter],
     hours: float,
     answers: PrepareSettings,
 ) -> AutoPlan:
     """Time some answers, decoded prompts and a few steps of new drafters of each kind, and divide the time.
 
-    `prompts` are those to train on, and `num_test` is the number of those that tell the result.
+    `prompts` are those of the traffic to train on.
     """
+    started = time.perf_counter()
     seconds, small = 3600 * hours, target_is_small(target)
     first = prompts[: answers.batch_size]
     plain = SpeculativeDecoder(target, load_drafter("none", target))
@@ -142,12 +153,16 @@ def make_plan(
     samples, seconds_of_timed = timed_samples(plain, timed, answers)
     answer_seconds = seconds_of_timed / len(timed)
     num_threads, token_seconds = fastest_num_threads(plain, first[:TIMED_PROMPTS])
+    prompt_seconds = token_seconds * mean_answer(samples, answers.max_new_tokens)  # decoded once, whatever drafts
     num_passes = FINALISTS + LENGTHS  # each finalist at its own length, and plain decoding beside each length
-    test_seconds = num_test * num_passes * token_seconds * mean_answer(samples, answers.max_new_tokens)
+    test_seconds = traffic.num_test * num_passes * prompt_seconds
     ending = plan_ending(target, first, answers.max_new_tokens, seconds, test_seconds)
-    learning_share = 1 - SLACK_SHARE - ending.share
+    num_racing, scoring_seconds = affordable_scores(len(drafters), traffic.num_racing, prompt_seconds, seconds)
     recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
     times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
+    timing_seconds = time.perf_counter() - started + (len(drafters) + OTHER_COSTS) * cost_seconds(hours)
+    other_share = SLACK_SHARE + ending.share + (timing_seconds + scoring_seconds) / seconds
+    learning_share = max(1 - other_share, LEAST_LEARNING)
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
     answer_seconds += max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
     sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
@@ -166,6 +181,7 @@ def make_plan(
         hours=hours,
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
+        num_racing=num_racing,
         num_threads=num_threads,
         step_seconds=step_seconds,
         stored_layers=layers if in_store else None,
@@ -174,7 +190,9 @@ def make_plan(
         certificates=ending.certificates,
         measure_minutes=ending.measure_minutes,
         target_is_small=small,
-        least_seconds=len(first) * answer_seconds
+        least_seconds=timing_seconds
+        + scoring_seconds
+        + len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
 
@@ -182,6 +200,22 @@ def make_plan(
 def prompts_to_answer(affordable: int, num_prompts: int, most_answers: int) -> tuple[int, int]:
     """Return how many of the prompts are answered, and how often each, where there is time for so many answers."""
     return min(num_prompts, affordable), min(most_answers, max(1, affordable // num_prompts))
+
+
+def cost_seconds(hours: float) -> float:
+    """Return the seconds that measuring the costs of one drafter takes."""
+    return float(np.clip(3600 * hours * COST_SHARE, *COST_SECONDS))
+
+
+def affordable_scores(num_kinds: int, num_racing: int, prompt_seconds: float, seconds: float) -> tuple[int, float]:
+    """Return how many of the racing prompts a score is of, and about what all scores take, of a search of `seconds`.
+
+    Each decodes them once, which takes about as long with any drafter.
+    """
+    of_race = sum(max(1, num_kinds >> rung) for rung in range(num_rungs(num_kinds)))
+    each = (num_kinds + of_race + OTHER_SCORES) * prompt_seconds  # seconds for each prompt
+    number = min(num_racing, max(FEWEST_RACING, int(SCORING_SHARE * seconds / each)))
+    return number, number * each
 
 
 @dataclass(frozen=True)
@@ -247,8 +281,8 @@ def plan_lines(plan: AutoPlan) -> list[str]:
     least = plan.least_seconds / 3600
     twice = f", each {plan.answers_per_prompt} times" if plan.answers_per_prompt > 1 else ""
     too_small = (
-        f"--budget {plan.hours:.2g} is too small: {ANSWERS.batch_size} answers, a rung and the winner, of "
-        f"{FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
+        f"--budget {plan.hours:.2g} is too small: timing, scores, {ANSWERS.batch_size} answers, a rung and the "
+        f"winner, of {FEWEST_STEPS} steps each, alone take about {least:.2g} hours here; give ten times that"
     )
     return [
         *([too_small] if least > plan.hours else []),

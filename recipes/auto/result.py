@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from draftsmith.data.prompts.prompts import read_prompt_set
+from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.storage.files import write_whole
@@ -15,6 +17,7 @@ from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.engine_rules.loader_rules import TRAINING_FREE, is_served
+from draftsmith.recipes.evaluation.comparison import certify_measured
 from draftsmith.recipes.pages.tables import draft_text
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
@@ -38,11 +41,13 @@ class SearchResult:
         return SearchFolder(self.settings.out)
 
     def tell(self) -> None:
-        """Print the report and the result, and export what is fastest of what the engine serves."""
+        """Certify the fastest, and the fastest that the engine serves; print the report and the result; export."""
         state, folder = self.state, self.folder
-        evaluations = [read_evaluation(path) for path in folder.evaluations(state.finalists)]
-        at_load = at_batch_size(evaluations, self.load.batch_size)
-        within = fastest_first(within_sla(at_load, self.load.sla))
+        within = self.within_sla([read_evaluation(path) for path in folder.evaluations(state.finalists)])
+        served = self.fastest_served(within)
+        best = [evaluation.drafter for evaluation in within[:1] if does_pay(evaluation)]
+        evaluations = self.certified([*best, *([served] if served else [])])
+        at_load, within = at_batch_size(evaluations, self.load.batch_size), self.within_sla(evaluations)
         self.console.print(f"\nreport: {build_report(folder.comparison)}")
         print_summary(folder.comparison, self.console)
         pays = bool(within) and does_pay(within[0])
@@ -54,12 +59,32 @@ class SearchResult:
         self.console.print(f"how it was found: {folder.page}", soft_wrap=True)
         for line in (title, *lines):
             self.console.print(line, soft_wrap=True)
-        chains = fastest_first(chains_alone(within))
+        if served:
+            [chosen] = [evaluation for evaluation in chains_alone(evaluations) if evaluation.drafter == served]
+            self.export_chosen(chosen)
+
+    def within_sla(self, evaluations: list[Evaluation]) -> list[Evaluation]:
+        """Return what was measured at the load and is not shown to break the SLA, the fastest first."""
+        return fastest_first(within_sla(at_batch_size(evaluations, self.load.batch_size), self.load.sla))
+
+    def certified(self, chosen: list[str]) -> list[Evaluation]:
+        """Return what was measured of all finalists, those that are chosen with a certificate."""
+        names, plan = self.folder.drafters_of(self.state.finalists), self.state.plan
+        test = read_prompt_set(str(self.folder.prompts.test), self.target, None, self.settings.max_new_tokens)
+        with cpu_threads(plan.num_threads):
+            return certify_measured(self.target, names, chosen, test, plan.certificates, self.folder.comparison)
+
+    def fastest_served(self, within: list[Evaluation]) -> str | None:
+        """Return the first of those that pay that the engine serves; say so where there is none of them."""
+        chains, engine = fastest_first(chains_alone(within)), self.settings.engine or "vllm"
         paying = (
             self.paying_in_engine(chains) if self.settings.timed_engine else [row for row in chains if does_pay(row)]
         )
-        if paying:
-            self.export_fastest(paying, {evaluation.drafter: evaluation for evaluation in chains_alone(evaluations)})
+        served = (evaluation.drafter for evaluation in paying if self.is_exportable(evaluation, engine))
+        name = next(served, None)
+        if paying and name is None:
+            self.console.print(f"{engine} serves none of those that pay: nothing is exported")
+        return name
 
     def paying_in_engine(self, evaluations: list[Evaluation]) -> list[Evaluation]:
         """Return what is foretold to pay in the engine, the fastest first, and say how fast each of them would be.
@@ -81,24 +106,23 @@ class SearchResult:
         paying = [evaluation for evaluation in evaluations if speedups[evaluation.drafter] > 1]
         return sorted(paying, key=lambda evaluation: speedups[evaluation.drafter], reverse=True)
 
-    def export_fastest(self, paying: list[Evaluation], at_all_sizes: dict[str, Evaluation]) -> None:
-        """Export the first of those that pay that the engine serves; say so where there is none.
+    def export_chosen(self, chosen: Evaluation) -> None:
+        """Export a drafter, given what was measured of it at all batch sizes, unless it is not lossless.
 
-        Where the engine can change draft lengths, what was measured at all batch sizes gives the schedule.
+        Where the engine can change draft lengths, the schedule follows from all of them.
         """
-        engine, out = self.settings.engine or "vllm", self.folder.export
-        chosen = next((evaluation for evaluation in paying if self.is_exportable(evaluation, engine)), None)
-        if chosen is None:
-            self.console.print(f"{engine} serves none of those that pay: nothing is exported")
+        out = self.folder.export
+        if chosen.certificate and not chosen.certificate.passed:
+            self.console.print(f"{chosen.drafter} did not pass its certificate of losslessness: nothing is exported")
         elif out.is_dir():
             self.console.print(f"exported: {out}", soft_wrap=True)
         else:
-            whole = at_all_sizes[chosen.drafter]
-            measured = whole if schedule_of(chosen.drafter_kind, whole) else chosen
+            [at_load] = self.within_sla([chosen])
+            measured = chosen if schedule_of(chosen.drafter_kind, chosen) else at_load
             exported = ExportSettings(
                 target=self.target.name,
                 checkpoint=chosen.drafter,
-                engine=engine,
+                engine=self.settings.engine or "vllm",
                 check=self.settings.check,
                 prompts=str(self.folder.prompts.test) if self.settings.check else None,
                 max_new_tokens=self.settings.max_new_tokens,

@@ -20,7 +20,7 @@ from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks, plain_texts
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.measure import DraftSetting, MeasureSettings, PromptSet, check_settings, measure
-from draftsmith.inference.measuring.results import Evaluation, Result, write_evaluation
+from draftsmith.inference.measuring.results import Evaluation, Result, read_evaluation, write_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText, sample_texts
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.costs_after_evaluation import costs_beside
@@ -30,7 +30,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import require_writable, whole_folder, write_json, write_whole
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
-from draftsmith.recipes.report_data.reading import report_data_of
+from draftsmith.recipes.report_data.reading import read_report_data, report_data_of
 from draftsmith.recipes.reports.report import evaluation_markdown
 from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
@@ -263,7 +263,7 @@ def with_certificates(
     settings: CertifySettings,
     progress: Progress,
 ) -> list[Evaluation]:
-    """Return evaluations with a certificate for every drafter that drafts."""
+    """Return evaluations with a new certificate for each of these drafters that drafts."""
     drafting = {name: drafter for name, drafter in drafters.items() if drafter.kind != "none"}
     task = progress.add_task("certifying", total=sum(map(num_checks, drafting.values())), detail="")
     expected = plain_texts(target, prompts.token_ids, settings)
@@ -273,7 +273,28 @@ def with_certificates(
         )
         for name, drafter in drafting.items()
     }
-    return [replace(evaluation, certificate=certificates.get(evaluation.drafter)) for evaluation in evaluations]
+    return [
+        replace(evaluation, certificate=certificates.get(evaluation.drafter, evaluation.certificate))
+        for evaluation in evaluations
+    ]
+
+
+def certify_measured(
+    target: Target, names: list[str], chosen: list[str], prompts: PromptSet, settings: CertifySettings, out: Path
+) -> list[Evaluation]:
+    """Certify those of the drafters measured in a folder that are chosen, and write it to their evaluations there.
+
+    `names` are all of them. Those that have a certificate keep it. Returns all evaluations.
+    """
+    evaluations = [read_evaluation(path) for path in evaluation_paths(out, names)]
+    missing = [each.drafter for each in evaluations if each.drafter in chosen and not each.certificate]
+    if missing:
+        drafters = loaded_drafters(target, missing)
+        with progress_bar() as progress:
+            evaluations = with_certificates(evaluations, drafters, target, prompts, settings, progress)
+        data = read_report_data(out)
+        write_evaluations(evaluations, {costs.drafter: costs for costs in data.costs}, data.samples or None, out)
+    return evaluations
 
 
 def evaluation_paths(out: Path, names: list[str]) -> list[Path]:

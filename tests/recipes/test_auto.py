@@ -26,17 +26,17 @@ from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.inference.measuring.results import Environment, Evaluation, Percentiles, read_evaluation
+from draftsmith.inference.measuring.results import Certificate, Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.inference.planning import tuning
 from draftsmith.inference.planning.costs import Costs, DraftChances
 from draftsmith.inference.traffic.stages import Sla
-from draftsmith.models import Target, save_drafter
+from draftsmith.models import Drafter, Target, save_drafter
 from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
-from draftsmith.recipes.auto import auto, budget
-from draftsmith.recipes.auto.budget import answering_share, measuring_share, prompts_to_answer
+from draftsmith.recipes.auto import auto, budget, result
+from draftsmith.recipes.auto.budget import affordable_scores, answering_share, measuring_share, prompts_to_answer
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, ranked, why_over
 from draftsmith.recipes.auto.score import (
@@ -193,6 +193,13 @@ def test_the_winner_passes_four_times_over_the_answers() -> None:
 def test_a_short_search_leaves_time_for_its_end() -> None:
     """At least 17 % of the time are for measuring; what takes longer gets what it takes, but no more than 45 %."""
     assert [measuring_share(needed) for needed in (0.01, 0.3, 2.0)] == [0.17, 0.3, 0.45]
+
+
+def test_scores_are_of_as_many_prompts_as_time_allows() -> None:
+    """Five kinds have 5 probes, 5 and 2 scores in two rungs, and 5 others: 17 of each prompt, for 15 % of the time."""
+    assert affordable_scores(5, 64, 0.1, 1000.0) == (64, pytest.approx(64 * 17 * 0.1))
+    assert affordable_scores(5, 64, 0.5, 1700.0) == (30, pytest.approx(0.15 * 1700))
+    assert affordable_scores(5, 64, 0.5, 10.0) == (16, pytest.approx(16 * 17 * 0.5))
 
 
 def test_prompts_are_answered_again_where_there_is_time_for_all() -> None:
@@ -429,7 +436,7 @@ def test_level_forecasts_are_ranked_by_what_was_reached() -> None:
 @pytest.fixture
 def settings(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AutoSettings:
     """A search of some seconds."""
-    monkeypatch.setattr(auto, "COST_SECONDS", (0.1, 0.1))
+    monkeypatch.setattr(budget, "COST_SECONDS", (0.1, 0.1))
     monkeypatch.setattr(comparison, "with_certificates", lambda evaluations, *_: evaluations)  # half a minute
     monkeypatch.setattr(budget, "fastest_num_threads", lambda plain, prompts: (1, 0.01))
     return AutoSettings(
@@ -544,6 +551,23 @@ def test_two_processes_search_together(python: str, settings: AutoSettings) -> N
     assert done.stdout.count("how it was found") == 1
     state = read_sealed(AutoState, settings.out / "auto.json", "")
     assert len(state.rungs) == 1 or state.over
+
+
+def test_what_changes_the_output_is_not_exported(settings: AutoSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the finalists the best and what is exported are certified; where the latter fails, it stays where it is."""
+    certified: list[str] = []
+
+    def failing(evaluations: list[Evaluation], drafters: dict[str, Drafter], *_: Any) -> list[Evaluation]:
+        certified.extend(drafters)
+        failed = Certificate(greedy={}, sampled={}, passed=False, control_found=True)
+        return [replace(each, certificate=failed if each.drafter in drafters else None) for each in evaluations]
+
+    monkeypatch.setattr(comparison, "with_certificates", failing)
+    monkeypatch.setattr(result, "does_pay", lambda measured: measured.drafter == "ngram")
+    give_costs(monkeypatch, 20.0)
+    assert "ngram did not pass its certificate of losslessness: nothing is exported" in run(settings)
+    assert certified == ["ngram"]
+    assert not (settings.out / "export").exists()
 
 
 def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:

@@ -3,14 +3,24 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import draftsmith.recipes
+from draftsmith.inference.measuring.certify import CertifySettings
+from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
+from draftsmith.inference.measuring.results import read_evaluation
 from draftsmith.models import Target
 from draftsmith.recipes.cli import evaluate
 from draftsmith.recipes.cli.main import main
+from draftsmith.recipes.evaluation.comparison import (
+    EvaluationOptions,
+    certify_measured,
+    evaluate_side_by_side,
+    evaluation_paths,
+)
 
 LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
 COUNTED = ("num_rounds", "num_drafts", "num_accepted_tokens", "num_emitted_tokens", "acceptance_histogram", "lossless")
@@ -48,6 +58,23 @@ def test_a_certificate_is_not_shared_by_processes(
     assert main(["evaluate", *words, "--certify"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --certify cannot be shared by 2 processes")
+
+
+def test_some_of_what_was_measured_is_certified_later(tiny_target: Target, tmp_path: Path) -> None:
+    """All else in the folder stays as it is, and what has a certificate is not certified again."""
+    prompts, settings = PromptSet("p", [[5, 6, 7, 5, 6]] * 2), CertifySettings(max_new_tokens=8, num_texts=2)
+    grid, options = [MeasureSettings(max_new_tokens=8, repeats=1)], EvaluationOptions(sample_texts=True)
+    names, out = ["ngram", "suffix"], tmp_path / "out"
+    measured = evaluate_side_by_side(tiny_target, names, [prompts], grid, out, options)
+    samples = (out / "samples.json").read_bytes()
+    ngram, suffix = certify_measured(tiny_target, names, ["ngram"], prompts, settings, out)
+    assert ngram.certificate
+    assert (replace(ngram, certificate=None), suffix) == tuple(measured)
+    assert [read_evaluation(path) for path in evaluation_paths(out, names)] == [ngram, suffix]
+    assert (out / "samples.json").read_bytes() == samples
+    assert "Certificate of losslessness, ngram" in (out / "evaluation.md").read_text()
+    later = replace(settings, draft_length=2)
+    assert certify_measured(tiny_target, names, names, prompts, later, out)[0].certificate == ngram.certificate
 
 
 def test_a_certificate_decodes_no_more_than_prompts_leave_room_for(
