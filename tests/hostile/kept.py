@@ -13,7 +13,7 @@ from damage import damage_file, hostile_text
 from judge import Attempt, Place, figures_undrawn
 
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.auto import auto, budget
+from draftsmith.recipes.auto import budget
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.refreshing import refresh, traffic
@@ -26,7 +26,7 @@ from draftsmith.train.engine.vllm_counters import Counters
 
 SERVER = "http://127.0.0.1:9"
 PATCHED = (  # of healthy settings, which only make measurements long
-    *((traffic, "NOISE_BITS", math.inf), (auto, "COST_SECONDS", (0.05, 0.05))),
+    *((traffic, "NOISE_BITS", math.inf), (budget, "COST_SECONDS", (0.05, 0.05))),
     *((comparison, "with_certificates", lambda evaluations, *_: evaluations),),
     *((budget, "fastest_num_threads", lambda plain, prompts: (1, 0.01)),),
 )
