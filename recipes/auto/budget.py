@@ -10,6 +10,7 @@ import numpy as np
 from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import tokenise
+from draftsmith.data.samples.sample import Sample
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.certify import CertifySettings, certify
 from draftsmith.models import Drafter, Target, load_drafter
@@ -20,6 +21,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     MOST_STORED,
+    StepTime,
     fastest_num_threads,
     mean_answer,
     stored_bytes,
@@ -133,6 +135,35 @@ def target_is_small(target: Target) -> bool:
     return target.hidden_size < SMALL_TARGET
 
 
+@dataclass(frozen=True)
+class Timed:
+    """The times of a few answers, decoded prompts and training steps, from which all amounts follow."""
+
+    samples: list[Sample]  # the answers, as they are trained on
+    answer_seconds: float  # of the target for an answer, in batches
+    num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
+    prompt_seconds: float  # of decoding a prompt once, which takes about as long with any drafter
+    steps: dict[str, StepTime]  # of training, by kind
+
+
+def time_parts(target: Target, prompts: list[Prompt], drafters: dict[str, Drafter], answers: PrepareSettings) -> Timed:
+    """Time some answers to the first of the prompts, decoded prompts, and a few steps of new drafters of each kind."""
+    plain = SpeculativeDecoder(target, load_drafter("none", target))
+    timed = prompts[: TIMED_BATCHES * answers.batch_size]
+    samples, seconds = timed_samples(plain, timed, answers)
+    num_threads, token_seconds = fastest_num_threads(plain, prompts[:TIMED_PROMPTS])
+    small = target_is_small(target)
+    return Timed(
+        samples,
+        answer_seconds=seconds / len(timed),
+        num_threads=num_threads,
+        prompt_seconds=token_seconds * mean_answer(samples, answers.max_new_tokens),
+        steps={
+            kind: time_step(recipe_of_auto(kind, small), drafter, target, samples) for kind, drafter in drafters.items()
+        },
+    )
+
+
 def make_plan(
     target: Target,
     prompts: list[Prompt],
@@ -141,40 +172,32 @@ def make_plan(
     hours: float,
     answers: PrepareSettings,
 ) -> AutoPlan:
-    """Time some answers, decoded prompts and a few steps of new drafters of each kind, and divide the time.
+    """Time the parts of a search with new drafters of each kind, and divide the time.
 
     `prompts` are those of the traffic to train on.
     """
-    started = time.perf_counter()
-    seconds, small = 3600 * hours, target_is_small(target)
-    first = prompts[: answers.batch_size]
-    plain = SpeculativeDecoder(target, load_drafter("none", target))
-    timed = prompts[: TIMED_BATCHES * answers.batch_size]
-    samples, seconds_of_timed = timed_samples(plain, timed, answers)
-    answer_seconds = seconds_of_timed / len(timed)
-    num_threads, token_seconds = fastest_num_threads(plain, first[:TIMED_PROMPTS])
-    prompt_seconds = token_seconds * mean_answer(samples, answers.max_new_tokens)  # decoded once, whatever drafts
+    started, seconds, small = time.perf_counter(), 3600 * hours, target_is_small(target)
+    timed, first = time_parts(target, prompts, drafters, answers), prompts[: answers.batch_size]
     num_passes = FINALISTS + LENGTHS  # each finalist at its own length, and plain decoding beside each length
-    test_seconds = traffic.num_test * num_passes * prompt_seconds
+    test_seconds = traffic.num_test * num_passes * timed.prompt_seconds
     ending = plan_ending(target, first, answers.max_new_tokens, seconds, test_seconds)
-    num_racing, scoring_seconds = affordable_scores(len(drafters), traffic.num_racing, prompt_seconds, seconds)
-    recipes = {kind: recipe_of_auto(kind, small) for kind in drafters}
-    times = {kind: time_step(recipes[kind], drafter, target, samples) for kind, drafter in drafters.items()}
+    num_racing, scoring_seconds = affordable_scores(len(drafters), traffic.num_racing, timed.prompt_seconds, seconds)
     timing_seconds = time.perf_counter() - started + (len(drafters) + OTHER_COSTS) * cost_seconds(hours)
     other_share = SLACK_SHARE + ending.share + (timing_seconds + scoring_seconds) / seconds
     learning_share = max(1 - other_share, LEAST_LEARNING)
-    layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
-    answer_seconds += max(times[kind].features / recipes[kind].data.batch_size for kind in drafters)
-    sample_seconds = statistics.median(times[kind].loss / recipes[kind].data.batch_size for kind in drafters)
+    batch_sizes = {kind: recipe_of_auto(kind, small).data.batch_size for kind in drafters}
+    feature_seconds = max(step.features / batch_sizes[kind] for kind, step in timed.steps.items())  # of a sample
+    answer_seconds = timed.answer_seconds + feature_seconds
+    sample_seconds = statistics.median(step.loss / batch_sizes[kind] for kind, step in timed.steps.items())
     share = answering_share(learning_share, answer_seconds, sample_seconds, len(drafters))
     affordable = max(len(first), int(share * seconds / answer_seconds))
     num_prompts, answers_per_prompt = prompts_to_answer(affordable, len(prompts), len(answers.samplings))
     num_answers = answers_per_prompt * num_prompts
     training_seconds = max(0.0, learning_share * seconds - num_answers * answer_seconds)
-    in_store = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
+    layers = layers_to_store(target, drafters, timed.samples, num_answers)
     step_seconds = {
-        kind: step.loss + step.features * (not in_store or drafters[kind].config.starts_from_layers)
-        for kind, step in times.items()
+        kind: step.loss + step.features * (layers is None or drafters[kind].config.starts_from_layers)
+        for kind, step in timed.steps.items()
     }
     return AutoPlan(
         target=target.name,
@@ -182,9 +205,9 @@ def make_plan(
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
         num_racing=num_racing,
-        num_threads=num_threads,
+        num_threads=timed.num_threads,
         step_seconds=step_seconds,
-        stored_layers=layers if in_store else None,
+        stored_layers=layers,
         rung_seconds=RACE_SHARE * training_seconds / (PROBE_SHARE + num_rungs(len(drafters))),
         final_seconds=(1 - RACE_SHARE) * training_seconds,
         certificates=ending.certificates,
@@ -195,6 +218,18 @@ def make_plan(
         + len(first) * answer_seconds
         + FEWEST_STEPS * (sum(step_seconds.values()) + max(step_seconds.values())),
     )
+
+
+def layers_to_store(
+    target: Target, drafters: dict[str, Drafter], samples: list[Sample], num_answers: int
+) -> list[int] | None:
+    """Return the target's layers that any of the kinds reads; None where features of so many answers are too large.
+
+    `samples` tell how large those of an answer are.
+    """
+    layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})
+    fits = stored_bytes(samples, layers, target) * num_answers / len(samples) <= MOST_STORED
+    return layers if fits else None
 
 
 def prompts_to_answer(affordable: int, num_prompts: int, most_answers: int) -> tuple[int, int]:
