@@ -219,7 +219,7 @@ class Auto:
         finalists = self.state.finalists
         names, paths = self.folder.drafters_of(finalists), self.folder.evaluations(finalists)
         if decided_by_first(lambda: not all(path.is_file() for path in paths)):
-            test, plan = self.prompt_set(self.folder.prompts.test), self.state.plan
+            test, plan = self.tested, self.state.plan
             options = EvaluationOptions(
                 plan.num_threads,
                 minutes=plan.measure_minutes,
@@ -351,6 +351,11 @@ class Auto:
     def racing(self) -> PromptSet:
         """The prompts that scores are of."""
         return subset(self.prompt_set(self.folder.prompts.racing), list(range(self.state.plan.num_racing)))
+
+    @cached_property
+    def tested(self) -> PromptSet:
+        """The prompts that tell the result."""
+        return subset(self.prompt_set(self.folder.prompts.test), list(range(self.state.plan.num_tested)))
 
     def prompt_set(self, path: Path) -> PromptSet:
         return read_prompt_set(str(path), self.target, None, self.settings.max_new_tokens)

@@ -13,6 +13,7 @@ from draftsmith.data.prompts.prompts import tokenise
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.certify import CertifySettings, certify
+from draftsmith.inference.traffic.stages import LEAST_FOR_P95
 from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Depth, checked
@@ -37,6 +38,7 @@ MEASURE_SHARE, MOST_MEASURING, SLACK_SHARE = 0.17, 0.45, 0.08
 FINALISTS, LENGTHS = 4, 3
 SCORING_SHARE = 0.15  # of the time at most, for scores; where that is short they are of fewer prompts
 FEWEST_RACING = 16  # prompts of a score
+TEST_SHARE = 0.2  # of the time at most, for each prompt of the test once; where that is short there are fewer
 OTHER_SCORES = 5  # beside those of the race: of two lookups, the winner, a lookup before it, and its tree
 COST_SHARE = 0.005  # of the time, for the costs of one drafter
 COST_SECONDS = (6.0, 60.0)  # they take at least, and at most
@@ -48,6 +50,7 @@ PASSES = 4  # of the winner over the answers: with many more it learns them by h
 SMALL_TARGET = 1024  # narrower targets take the quickstart's recipes
 TIMED_PROMPTS = 8
 TIMED_BATCHES = 2  # of answers: one alone ends with few requests that still run
+TIMED_SAMPLES = 32  # that steps of training are timed on
 PROBE_SHARE = 0.25  # of a rung, which the probe before the first one takes
 FEWEST_STEPS = 8  # of a kind in a rung, and of the winner
 # How often all certificates take what that of one lookup takes. They are of the best drafter and of what is exported,
@@ -67,6 +70,7 @@ class AutoPlan:
     num_prompts: int  # that the target answers for training
     answers_per_prompt: int  # more than one where there is time for more, and no more prompts
     num_racing: int  # prompts that a score is of
+    num_tested: int  # prompts that tell the result
     num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
     step_seconds: dict[str, float]  # of training, by kind
     stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
@@ -159,7 +163,8 @@ def time_parts(target: Target, prompts: list[Prompt], drafters: dict[str, Drafte
         num_threads=num_threads,
         prompt_seconds=token_seconds * mean_answer(samples, answers.max_new_tokens),
         steps={
-            kind: time_step(recipe_of_auto(kind, small), drafter, target, samples) for kind, drafter in drafters.items()
+            kind: time_step(recipe_of_auto(kind, small), drafter, target, samples[:TIMED_SAMPLES])
+            for kind, drafter in drafters.items()
         },
     )
 
@@ -178,8 +183,7 @@ def make_plan(
     """
     started, seconds, small = time.perf_counter(), 3600 * hours, target_is_small(target)
     timed, first = time_parts(target, prompts, drafters, answers), prompts[: answers.batch_size]
-    num_passes = FINALISTS + LENGTHS  # each finalist at its own length, and plain decoding beside each length
-    test_seconds = traffic.num_test * num_passes * timed.prompt_seconds
+    num_tested, test_seconds = affordable_tests(traffic.num_test, timed.prompt_seconds, seconds)
     ending = plan_ending(target, first, answers.max_new_tokens, seconds, test_seconds)
     num_racing, scoring_seconds = affordable_scores(len(drafters), traffic.num_racing, timed.prompt_seconds, seconds)
     timing_seconds = time.perf_counter() - started + (len(drafters) + OTHER_COSTS) * cost_seconds(hours)
@@ -205,6 +209,7 @@ def make_plan(
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
         num_racing=num_racing,
+        num_tested=num_tested,
         num_threads=timed.num_threads,
         step_seconds=step_seconds,
         stored_layers=layers,
@@ -250,6 +255,16 @@ def affordable_scores(num_kinds: int, num_racing: int, prompt_seconds: float, se
     of_race = sum(max(1, num_kinds >> rung) for rung in range(num_rungs(num_kinds)))
     each = (num_kinds + of_race + OTHER_SCORES) * prompt_seconds  # seconds for each prompt
     number = min(num_racing, max(FEWEST_RACING, int(SCORING_SHARE * seconds / each)))
+    return number, number * each
+
+
+def affordable_tests(num_test: int, prompt_seconds: float, seconds: float) -> tuple[int, float]:
+    """Return how many prompts tell the result of a search of `seconds`, and about what decoding them takes.
+
+    Each finalist decodes them at its own draft length, and plain decoding beside each length.
+    """
+    each = (FINALISTS + LENGTHS) * prompt_seconds
+    number = min(num_test, max(LEAST_FOR_P95, int(TEST_SHARE * seconds / each)))
     return number, number * each
 
 
@@ -325,6 +340,7 @@ def plan_lines(plan: AutoPlan) -> list[str]:
         f"{plan.num_rungs} rungs of {plan.rung_seconds / 60:.1f} minutes of training, then "
         f"{plan.final_seconds / 60:.1f} minutes for the winner and {plan.measure_minutes:.1f} minutes of measuring, "
         f"and certificates of {plan.certificates.num_texts} sampled texts",
+        f"scores are of {plan.num_racing} prompts, and {plan.num_tested} tell the result",
     ]
 
 

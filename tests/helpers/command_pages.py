@@ -64,7 +64,7 @@ def search() -> AutoState:
             requests_per_second=3.2,
         ),
         plan=AutoPlan(
-            *(TARGET, 8.0, 40_000, 1, 64, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0),
+            *(TARGET, 8.0, 40_000, 1, 64, 64, None, {"eagle3": 0.41, "hydra": 0.2}, None, 1800.0, 14_400.0),
             certificates=CertifySettings(),
             measure_minutes=60.0,
             target_is_small=False,

@@ -36,7 +36,13 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget, result
-from draftsmith.recipes.auto.budget import affordable_scores, answering_share, measuring_share, prompts_to_answer
+from draftsmith.recipes.auto.budget import (
+    affordable_scores,
+    affordable_tests,
+    answering_share,
+    measuring_share,
+    prompts_to_answer,
+)
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, ranked, why_over
 from draftsmith.recipes.auto.score import (
@@ -200,6 +206,14 @@ def test_scores_are_of_as_many_prompts_as_time_allows() -> None:
     assert affordable_scores(5, 64, 0.1, 1000.0) == (64, pytest.approx(64 * 17 * 0.1))
     assert affordable_scores(5, 64, 0.5, 1700.0) == (30, pytest.approx(0.15 * 1700))
     assert affordable_scores(5, 64, 0.5, 10.0) == (16, pytest.approx(16 * 17 * 0.5))
+
+
+def test_a_short_search_is_told_by_fewer_prompts() -> None:
+    """Four finalists and three times plain decoding, for 20 % of the time, and never fewer than a percentile needs."""
+    assert affordable_tests(64, 0.1, 1000.0) == (64, pytest.approx(64 * 7 * 0.1))
+    assert affordable_tests(64, 1.0, 1050.0) == (30, pytest.approx(0.2 * 1050))
+    assert affordable_tests(64, 1.0, 10.0)[0] == 20
+    assert affordable_tests(6, 1.0, 10.0)[0] == 6
 
 
 def test_prompts_are_answered_again_where_there_is_time_for_all() -> None:

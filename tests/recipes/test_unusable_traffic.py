@@ -97,7 +97,7 @@ def test_unusable_traffic_is_told_in_a_line(
 def test_a_budget_that_is_too_small_is_told() -> None:
     certificates = CertifySettings()
     plan = AutoPlan(
-        "t", 0.01, 64, 1, 64, None, {"eagle3": 1.0}, None, 10.0, 10.0, certificates, 1.0, False, least_seconds=72.0
+        "t", 0.01, 64, 1, 64, 64, None, {"eagle3": 1.0}, None, 10.0, 10.0, certificates, 1.0, False, least_seconds=72.0
     )
     assert plan_lines(plan)[0] == (
         "--budget 0.01 is too small: timing, scores, 64 answers, a rung and the winner, of 8 steps each, alone take "
