@@ -4,9 +4,10 @@
 
 A search gets so many minutes, on one thread. Then each of its kinds alone gets the time that the search had for its
 race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
-turns on the search's test prompts: how near comes the choice to the best of all? A third table has the forecast of each
-kind after the first rung beside what it came to alone, which judges the declines of recipes/auto/race.py. FOLDER keeps
-what was found: give the same command again to go on.
+turns on the search's test prompts, each at the draft length that is best on prompts of its race: how near comes the
+choice to the best of all? A third table has the forecast of each kind after the first rung beside what it came to
+alone, which judges the declines of recipes/auto/race.py. FOLDER keeps what was found: give the same command again to go
+on.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
-from draftsmith.recipes.auto.auto import MOST_REPEATS, Auto
+from draftsmith.recipes.auto.auto import Auto
 from draftsmith.recipes.auto.budget import PROBE_SHARE
 from draftsmith.recipes.auto.race import Contender, growth_to_come
 from draftsmith.recipes.auto.score import grown
@@ -41,10 +42,12 @@ from draftsmith.recipes.pages.figures import BASELINE_COLOUR, COLOURS, save_plot
 from draftsmith.recipes.pages.tables import ratio_text
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train import train
+from draftsmith.train.evaluation.pooling import subset
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 NUM_PROMPTS, NEW_TOKENS = 3000, 96
 LENGTHS = (1, 2, 4, 8)  # tokens drafted a round, of which each drafter's best counts
+NUM_CHOOSING = 16  # prompts of the race that choose it
 DEPTH = 4  # tokens drafted a round, for the forecasts
 TRAFFICS = ("code", "dialogue", "tables")
 PANEL = 2.2  # inches
@@ -95,13 +98,22 @@ def compare(settings: AutoSettings, kinds: list[str]) -> list[Evaluation]:
 
 
 def measured(search: Auto, names: list[str], folder: str) -> list[Evaluation]:
-    """Measure drafters in turns on the test prompts of a search, or read what an earlier call measured."""
+    """Measure drafters in turns, each at its best draft length on the test prompts of a search; once for all calls.
+
+    The lengths are those that are fastest on some prompts of the race, so that the test prompts choose nothing.
+    """
     out = search.settings.out.with_name(folder)
     paths = evaluation_paths(out, names)
     if not all(path.is_file() for path in paths):
-        grid = [replace(search.measuring, draft=length, repeats=MOST_REPEATS) for length in LENGTHS]
-        options = EvaluationOptions(search.state.plan.num_threads, minutes=5.0, skips_impossible=True)
-        evaluate_side_by_side(search.target, names, [search.prompt_set(search.folder.prompts.test)], grid, out, options)
+        grid = [replace(search.measuring, draft=length, repeats=1) for length in LENGTHS]
+        options = EvaluationOptions(search.state.plan.num_threads, skips_impossible=True)
+        choosing = subset(search.racing, list(range(NUM_CHOOSING)))
+        found = evaluate_side_by_side(search.target, names, [choosing], grid, out / "lengths", options)
+        best = {evaluation.drafter: evaluation.best.setting.draft_length for evaluation in found}
+        grid = [settings for settings in grid if settings.draft in best.values()]
+        options = replace(options, drafts={name: [length] for name, length in best.items()})
+        test = search.prompt_set(search.folder.prompts.test)
+        evaluate_side_by_side(search.target, names, [test], grid, out, options)
     return [read_evaluation(path) for path in paths]
 
 
