@@ -36,6 +36,7 @@ from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.recipes.auto import auto, budget, result
+from draftsmith.recipes.auto.auto import Auto
 from draftsmith.recipes.auto.budget import (
     affordable_scores,
     affordable_tests,
@@ -44,7 +45,8 @@ from draftsmith.recipes.auto.budget import (
     prompts_to_answer,
 )
 from draftsmith.recipes.auto.contenders import served_kinds
-from draftsmith.recipes.auto.race import Contender, decided, growth_to_come, ranked, why_over
+from draftsmith.recipes.auto.folder import SearchFolder
+from draftsmith.recipes.auto.race import Contender, Rung, decided, growth_to_come, ranked, run_rung, why_over
 from draftsmith.recipes.auto.score import (
     Score,
     ScoredLookup,
@@ -498,11 +500,25 @@ def test_a_search_from_traffic_to_an_export(settings: AutoSettings, monkeypatch:
     assert {score.name for score in state.lookups} == {"ngram", "suffix"}
     assert rung.decision in " ".join(text.split()) or rung.decision in (settings.out / "auto.html").read_text()
     assert (settings.out / "auto.html").stat().st_size < 500_000
+    assert decision_made_again(settings, state) == rung
     before = len(trained)
     run(settings)
     assert len(trained) == before
     with pytest.raises(UserError, match="holds a search with .*--budget 0.001.*: give that to go on"):
         run(replace(settings, budget=1.0))
+
+
+def decision_made_again(settings: AutoSettings, state: AutoState) -> Rung:
+    """Return the first decision of a search as it follows from auto.json and costs/ alone, without any training."""
+    probes = {score.name: score for score in state.probes}
+    scores = {contender.score.name: contender.score for contender in state.rungs[0].contenders}
+
+    def trained_already(kind: str, num_steps: int) -> tuple[Score, Costs]:
+        assert scores[kind].steps == num_steps
+        return scores[kind], SearchFolder(settings.out).costs(kind)
+
+    conditions = Auto(settings, Console(quiet=True)).conditions
+    return decided(1, run_rung(state.payable, probes, trained_already, conditions), state.lookups)
 
 
 def test_an_sla_that_nothing_keeps_ends_the_race(settings: AutoSettings, tmp_path: Path) -> None:
