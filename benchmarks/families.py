@@ -3,17 +3,15 @@
     python benchmarks/families.py samples RUNS              # text that the target wrote, and given text
     python benchmarks/families.py train RUNS --minutes 3 [NAME ...]
     python benchmarks/families.py compare RUNS families     # or blocks, lengths, text
-    python benchmarks/families.py curves RUNS families --steps 200
 
 A drafter takes as many steps as so many minutes of CPU time on one thread allow, by some timed ones in which the target
 computes its features beside it. Training then reads features that were stored once (in bf16), which takes less time for
-the same steps; those of the draft model are computed anew. With `--steps` all drafters take so many. A second folder
-takes the text of the first by `ln -s RUNS/samples RUNS/held_out.jsonl OTHER`.
+the same steps; those of the draft model are computed anew. A second folder takes the text of the first by `ln -s
+RUNS/samples RUNS/held_out.jsonl OTHER`.
 
 `compare` decodes the held-out prompts in one process with the drafters of a group, as far as they were trained.
 `lengths` does so with drafters that were trained for drafts of 8 tokens, with chains of 4 and 8 and with trees of
-DFlash's. `curves` says what the drafters of a group had learnt in training after so many steps. Runs of several names
-may be started side by side, one a core.
+DFlash's. Runs of several names may be started side by side, one a core.
 """
 
 import argparse
@@ -22,7 +20,6 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -51,7 +48,7 @@ from draftsmith.train.optimizer import optimizer_of, set_learning_rate
 from draftsmith.train.run_folder.checkpoint import checkpoint_step
 
 NUM_HELD_OUT, MAX_NEW_TOKENS = 32, 96
-COST, METRICS = "cost.json", "metrics.jsonl"  # the CPU time of a training step, and what training logged
+COST = "cost.json"  # the CPU time of a training step
 STORED_LAYERS = [2, 6, 9, 10, 12]  # of the target, that all but draft models read
 LENGTH = 256  # tokens of a row
 BLOCKS = ["dflash", "dflash2", "dspark", "domino"]
@@ -123,7 +120,7 @@ def write_samples(runs: Path, num_prompts: int) -> None:
 
 
 def seconds_a_step(config: TrainConfig, target: Target) -> float:
-    """Return the CPU seconds of an optimiser step and of the target's passes for it."""
+    """Return the CPU seconds of an optimiser step and of the target's passes for it, the mean of a whole training."""
     samples = read_samples(Path(config.data.samples))
     plan = BatchPlan(
         samples.select(np.arange(len(samples)) < 256),
@@ -139,6 +136,7 @@ def seconds_a_step(config: TrainConfig, target: Target) -> float:
     for step in range(num_timed + 2):
         if step == 2:
             start = time.process_time()
+        drafter.progress = max(0, step - 2) / num_timed  # on which the length of an unroll may depend
         for rows in plan.micro_batches(step, 0, 1):
             batch = plan.collate(rows)
             total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
@@ -148,7 +146,7 @@ def seconds_a_step(config: TrainConfig, target: Target) -> float:
     return (time.process_time() - start) / num_timed
 
 
-def train_one(name: str, runs: Path, minutes: float, steps: int | None) -> None:
+def train_one(name: str, runs: Path, minutes: float) -> None:
     target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
     if name == "untrained":
         config = config_of("draft_model", runs)
@@ -158,7 +156,7 @@ def train_one(name: str, runs: Path, minutes: float, steps: int | None) -> None:
         return
     config = config_of(name, runs)
     step_seconds = seconds_a_step(config, target)
-    config.run.steps = config.run.checkpoint_every = steps or round(minutes * 60 / step_seconds)
+    config.run.steps = config.run.checkpoint_every = round(minutes * 60 / step_seconds)
     config.run.log_every = max(1, config.run.steps // 20)
     train(config)
     (runs / name / COST).write_text(json.dumps({"seconds_a_step": step_seconds}))
@@ -211,23 +209,6 @@ def compare_lengths(runs: Path) -> None:
             cells += [length_text(row), rates_text(row), speedup_text(row)]
             cells += [milliseconds, f"{row.speed.baseline_milliseconds_per_round.total:.2f}"]
             print("| " + " | ".join(cells) + " |")
-
-
-def print_curves(group: str, runs: Path, step: int) -> None:
-    """Print what drafters had learnt after so many steps: the means of what was logged up to 15 % before and behind.
-
-    Texts are those of training, at the first sight in the first epoch, and the tokens in a row those that a family
-    trains on: 3 of EAGLE-1, EAGLE-3 and MTP, 5 of P-EAGLE, 4 of the others.
-    """
-    print(
-        f"| drafter | acceptance length on training text at step {step} | accuracy of the first token |\n|---|---|---|"
-    )
-    for name in trained_names(GROUPS[group], runs):
-        if (runs / name / METRICS).is_file():
-            logged = [json.loads(line) for line in (runs / name / METRICS).read_text().splitlines()]
-            near = [row for row in logged if abs(row["step"] - step) <= 0.15 * step]
-            length, first = (fmean(row[key] for row in near) for key in ("simulated_acceptance_length", "accuracy_0"))
-            print(f"| {name} | {length:.2f} | {first:.2f} |")
 
 
 def evaluated(names: list[str], grid: list[MeasureSettings], target: Target, runs: Path, out: str) -> list[Evaluation]:
@@ -305,13 +286,10 @@ def speedup_text(row: Result) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["samples", "train", "compare", "curves"])
+    parser.add_argument("action", choices=["samples", "train", "compare"])
     parser.add_argument("runs", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=3)
-    parser.add_argument(
-        "--steps", type=int, help="of each drafter in `train`, in place of minutes; the place on curves"
-    )
     parser.add_argument("--num-prompts", type=int, default=3000, help="that `samples` answers (%(default)s)")
     args = parser.parse_intermixed_args()
     torch.set_num_threads(1)
@@ -319,11 +297,9 @@ def main() -> None:
         write_samples(args.runs, args.num_prompts)
     for name in args.names:
         if args.action == "train" and not (args.runs / name / "checkpoints").is_dir():
-            train_one(name, args.runs, args.minutes, args.steps)
+            train_one(name, args.runs, args.minutes)
         elif args.action == "compare":
             compare_lengths(args.runs) if name == "lengths" else compare_group(name, args.runs)
-        elif args.action == "curves":
-            print_curves(name, args.runs, args.steps)
 
 
 if __name__ == "__main__":
