@@ -1,8 +1,11 @@
 """Drafts of a search's winner that are no chains of one length: a tree, and chains that end where it is unsure."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from draftsmith.inference.decoding.schedule import Confident
+from pydantic import PlainValidator
+
+from draftsmith.inference.decoding.schedule import Confident, schedule_from_json
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.planning.tuning import tune
 from draftsmith.models import Drafter, Target
@@ -19,7 +22,7 @@ class TunedDrafts:
 
     text: str  # in words
     tree: StaticTree | None = None
-    confident: Confident | None = None
+    confident: Annotated[Confident, PlainValidator(schedule_from_json)] | None = None
 
     @property
     def drafts(self) -> list[StaticTree | Confident]:

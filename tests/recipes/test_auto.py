@@ -25,6 +25,7 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.decoding.counters import Stats
+from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Certificate, Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.measuring.spans import Span
@@ -34,7 +35,9 @@ from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, Target, save_drafter
 from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
+from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.storage.sealed_json import read_sealed
+from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.auto import auto, budget, result
 from draftsmith.recipes.auto.auto import Auto
 from draftsmith.recipes.auto.budget import (
@@ -71,6 +74,7 @@ from draftsmith.recipes.auto.traffic import (
     mask,
     masked_text,
 )
+from draftsmith.recipes.auto.tuned_drafts import TunedDrafts
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.quickstart.budget import StepTime
@@ -652,6 +656,12 @@ def test_other_drafts_of_the_winner_are_measured_where_they_are_predicted_to_pay
     assert [(row.batch_size, row.tree_nodes) for row in trees["medusa"]] == [(2, state.tuned.tree.num_nodes)]
     assert "predicted at draft length" in (settings.out / "auto.html").read_text()
     assert {row.setting.tree_nodes for e in chains_alone(found) for row in e.results} == {None}
+
+
+def test_what_was_tuned_is_read_as_it_was_written() -> None:
+    """A search goes on after it tuned its winner."""
+    tuned = TunedDrafts("told", StaticTree(((0,), (1,), (0, 0))), Confident(longest=8, least=0.15))
+    assert from_json(TunedDrafts, json.loads(json.dumps(to_json(tuned)))) == tuned
 
 
 def test_a_drafter_is_left_out_of_drafts_that_it_cannot_make(tiny_target: Target, tmp_path: Path) -> None:
