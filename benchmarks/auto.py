@@ -47,7 +47,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 
 NUM_PROMPTS, NEW_TOKENS = 3000, 96
 LENGTHS = (1, 2, 4, 8)  # tokens drafted a round, of which each drafter's best counts
-NUM_CHOOSING = 16  # prompts of the race that choose it
+NUM_CHOOSING = 16  # prompts of the race on which the best of these lengths is found
 DEPTH = 4  # tokens drafted a round, for the forecasts
 TRAFFICS = ("code", "dialogue", "tables")
 PANEL = 2.2  # inches
