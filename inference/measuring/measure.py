@@ -115,6 +115,15 @@ class PromptSet:
         return places
 
 
+@dataclass(frozen=True)
+class Contender:
+    """A drafter that is measured, by its name, and the settings that it is measured at."""
+
+    name: str
+    drafter: Drafter
+    settings: MeasureSettings
+
+
 def check_settings(settings: MeasureSettings, drafters: dict[str, Drafter]) -> None:
     """Refuse settings that cannot be measured with these drafters."""
     require_at_least("batch_size", settings.batch_size)
@@ -132,54 +141,70 @@ def measure(
     on_progress: Callable[[], None] = lambda: None,
     baselines: Sequence[Baseline] = (),
 ) -> dict[str, Result]:
-    """Measure each drafter; returns name -> a row of evaluation.json.
+    """Measure each drafter at the same settings; returns name -> a row of evaluation.json."""
+    contenders = {name: Contender(name, drafter, settings) for name, drafter in drafters.items()}
+    return measure_in_turns(target, contenders, prompts, on_progress, baselines)
+
+
+def measure_in_turns(
+    target: Target,
+    contenders: dict[str, Contender],
+    prompts: PromptSet,
+    on_progress: Callable[[], None] = lambda: None,
+    baselines: Sequence[Baseline] = (),
+) -> dict[str, Result]:
+    """Measure contenders beside one plain decoding; returns a row of evaluation.json for each key.
+
+    Their settings differ in their drafts alone. No two of them share a drafter that remembers texts.
 
     `on_progress` is called after each batch of each repeat. Acceptance is counted over all prompts once (it is the same
     in every repeat), times over all repeats. The row of a trained drafter's chains in greedy decoding also says what
     training predicts (teacher_forcing.py), and how its confidence is calibrated.
-    `baselines` take part at batch size 1.
+    `baselines` take part at batch size 1, with drafts as long as those of the first contender.
     """
-    check_settings(settings, drafters)
-    contenders = {"none": load_drafter("none", target), **drafters}
-    resolved = {name: settings.resolve(drafter) for name, drafter in contenders.items()}
+    for contender in contenders.values():
+        check_settings(contender.settings, {contender.name: contender.drafter})
+    settings = next(iter(contenders.values())).settings
+    everyone = {"none": Contender("none", load_drafter("none", target), settings), **contenders}
+    resolved = {key: contender.settings.resolve(contender.drafter) for key, contender in everyone.items()}
     baselines = baselines if settings.batch_size == 1 else ()
-    outputs = decode_all(target, contenders, resolved, prompts, settings, baselines, on_progress)
+    outputs = decode_all(target, everyone, resolved, prompts, baselines, on_progress)
     plain, is_greedy = outputs["none"], resolved["none"].sampling.greedy
     results = {}
-    for name in drafters:
-        row = result_of(target, resolved[name], prompts, settings, outputs[name], plain)
-        beside = [baseline for baseline in baselines if baseline.drafter in (None, name)]
+    for key, contender in contenders.items():
+        row = result_of(target, resolved[key], prompts, contender.settings, outputs[key], plain)
+        beside = [baseline for baseline in baselines if baseline.drafter in (None, contender.name)]
         by_name = {baseline.name: baseline_result(outputs[baseline.key], plain, is_greedy) for baseline in beside}
-        results[name] = replace(row, baselines=by_name or None)
-    if isinstance(settings.draft, int) and is_greedy:
-        trained = {
-            name: drafter
-            for name, drafter in drafters.items()
-            if resolved[name].verification_mode == "greedy" and drafter.trainable()
-        }
-        add_training_predictions(results, target, trained, prompts.token_ids, outputs, settings)
+        results[key] = replace(row, baselines=by_name or None)
+    greedy = {key: each for key, each in contenders.items() if resolved[key].verification_mode == "greedy"}
+    add_training_predictions(results, target, greedy, prompts.token_ids, outputs)
     return results
 
 
 def decode_all(
     target: Target,
-    contenders: dict[str, Drafter],
+    contenders: dict[str, Contender],
     resolved: dict[str, GenerationSettings],
     prompts: PromptSet,
-    settings: MeasureSettings,
     baselines: Sequence[Baseline],
     on_progress: Callable[[], None],
 ) -> dict[str, Outputs]:
-    """Return the outputs of all contenders by name, and of baselines by their key, cut to the tokens that count."""
-    ids, size = prompts.token_ids, settings.batch_size
+    """Return the outputs of contenders, of whom `none` is plain decoding, and of baselines, by their keys.
+
+    Answers are cut to the tokens that count.
+    """
+    settings, ids = contenders["none"].settings, prompts.token_ids
+    size = settings.batch_size
     batches = [list(range(i, min(i + size, len(ids)))) for i in range(0, len(ids), size)]
-    decoders = {name: own_decoder(target, drafter, ids, resolved[name], size) for name, drafter in contenders.items()}
+    decoders = {
+        key: own_decoder(target, contender.drafter, ids, resolved[key], size) for key, contender in contenders.items()
+    }
     drafting = replace(resolved["none"], shape=Chain(settings.draft_length))
     decoders |= {baseline.key: baseline_decoder(baseline, ids, drafting) for baseline in baselines}
 
     def forget() -> None:
-        for drafter in contenders.values():
-            drafter.forget()
+        for contender in contenders.values():
+            contender.drafter.forget()
 
     outputs = decode_in_turns(decoders, batches, settings.repeats, settings.seconds, forget, on_progress)
     for run in (run for by_batch in outputs.values() for repeats in by_batch for run in repeats):
@@ -205,29 +230,32 @@ def baseline_decoder(baseline: Baseline, prompts: list[list[int]], settings: Gen
 def add_training_predictions(
     results: dict[str, Result],
     target: Target,
-    drafters: dict[str, Drafter],
+    contenders: dict[str, Contender],
     prompts: list[list[int]],
     outputs: dict[str, Outputs],
-    settings: MeasureSettings,
 ) -> None:
-    """Add what training predicts to the results of trained drafters' chains in greedy decoding.
+    """Add what training predicts to the results of trained drafters' chains, for contenders in greedy decoding.
 
-    Drafters that wrote the same texts share the passes over them.
+    Drafters that wrote the same texts with drafts of the same length share the passes over them.
     """
-    assert isinstance(settings.draft, int)
-    answers = {name: answers_of(outputs[name]) for name in drafters}
-    while answers:
-        written = next(iter(answers.values()))
-        alike = {name: drafters[name] for name, texts in answers.items() if texts == written}
-        answers = {name: texts for name, texts in answers.items() if name not in alike}
-        forced = teacher_forced_traces(target, alike, prompts, written, settings.draft, settings.max_new_tokens)
-        for name, traces in forced.items():
-            expected = [expected_stats(trace, Chain(settings.draft), "greedy") for trace in traces]
-            bins = calibration_bins(traces, settings.draft, "greedy")
-            results[name] = replace(
-                results[name],
+    left = {
+        key: (draft, answers_of(outputs[key]))
+        for key, contender in contenders.items()
+        if contender.drafter.trainable() and isinstance(draft := contender.settings.draft, int)
+    }
+    while left:
+        first = next(iter(left))
+        limit, (length, written) = contenders[first].settings.max_new_tokens, left[first]
+        alike = {key: contenders[key].drafter for key, drafted in left.items() if drafted == left[first]}
+        left = {key: drafted for key, drafted in left.items() if key not in alike}
+        forced = teacher_forced_traces(target, alike, prompts, written, length, limit)
+        for key, traces in forced.items():
+            expected = [expected_stats(trace, Chain(length), "greedy") for trace in traces]
+            bins = calibration_bins(traces, length, "greedy")
+            results[key] = replace(
+                results[key],
                 teacher_forced=predicted_acceptance(expected),
-                teacher_forced_gap=gap_to_training(expected, stats_by_prompt(outputs[name])),
+                teacher_forced_gap=gap_to_training(expected, stats_by_prompt(outputs[key])),
                 calibration=bins,
                 calibration_error=[calibration_error(of_depth) for of_depth in bins],
             )

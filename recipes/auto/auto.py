@@ -258,8 +258,8 @@ class Auto:
     def measured_drafts(self, score: Score) -> list[DraftSetting]:
         """Return the drafts that a finalist is measured at: the lengths foretold as best for itself, and its others."""
         sizes = powers_of_2(self.load.batch_size)
-        lengths: list[DraftSetting] = [self.foretold_length(score, size) for size in sizes]
-        return lengths + (self.other_drafts if score == self.state.final else [])
+        lengths = {self.foretold_length(score, size) for size in sizes}
+        return [*sorted(lengths), *(self.other_drafts if score == self.state.final else [])]
 
     @property
     def other_drafts(self) -> list[DraftSetting]:

@@ -35,7 +35,7 @@ from draftsmith.train import TrainConfig
 # learn.
 MEASURE_SHARE, MOST_MEASURING, SLACK_SHARE = 0.17, 0.45, 0.08
 # At the end so many drafters and plain decoding answer each prompt of the test, at about so many draft lengths.
-FINALISTS, LENGTHS = 4, 3
+FINALISTS, OTHER_DRAFTS = 4, 2
 SCORING_SHARE = 0.15  # of the time at most, for scores; where that is short they are of fewer prompts
 FEWEST_RACING = 16  # prompts of a score
 TEST_SHARE = 0.2  # of the time at most, for each prompt of the test once; where that is short there are fewer
@@ -261,9 +261,9 @@ def affordable_scores(num_kinds: int, num_racing: int, prompt_seconds: float, se
 def affordable_tests(num_test: int, prompt_seconds: float, seconds: float) -> tuple[int, float]:
     """Return how many prompts tell the result of a search of `seconds`, and about what decoding them takes.
 
-    Each finalist decodes them at its own draft length, and plain decoding beside each length.
+    All finalists decode them, the winner with other drafts, too, and plain decoding does.
     """
-    each = (FINALISTS + LENGTHS) * prompt_seconds
+    each = (FINALISTS + OTHER_DRAFTS + 1) * prompt_seconds
     number = min(num_test, max(LEAST_FOR_P95, int(TEST_SHARE * seconds / each)))
     return number, number * each
 

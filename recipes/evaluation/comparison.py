@@ -5,9 +5,9 @@ first one, alone on the machine, measures speed on its own.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import groupby, product
 from pathlib import Path
 
 from rich.progress import Progress
@@ -19,7 +19,13 @@ from draftsmith.inference.decoding.clock import cpu_threads
 from draftsmith.inference.measuring.baselines import make_baselines
 from draftsmith.inference.measuring.certify import CertifySettings, certify, num_checks, plain_texts
 from draftsmith.inference.measuring.environment import environment
-from draftsmith.inference.measuring.measure import DraftSetting, MeasureSettings, PromptSet, check_settings, measure
+from draftsmith.inference.measuring.measure import (
+    Contender,
+    DraftSetting,
+    MeasureSettings,
+    PromptSet,
+    check_settings,
+)
 from draftsmith.inference.measuring.results import Evaluation, Result, read_evaluation, write_evaluation
 from draftsmith.inference.measuring.sample_texts import SampleText, sample_texts
 from draftsmith.inference.planning.costs import Costs
@@ -30,9 +36,9 @@ from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import require_writable, whole_folder, write_json, write_whole
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.evaluation.diagnoses import with_diagnoses
+from draftsmith.recipes.evaluation.measurements import Measurement, Timer
 from draftsmith.recipes.report_data.reading import read_report_data, report_data_of
 from draftsmith.recipes.reports.report import evaluation_markdown
-from draftsmith.train.evaluation.pooling import pool, share_of, subset
 
 COSTS_SHARE = 0.1  # of the time that an evaluation takes, for measuring costs
 
@@ -47,7 +53,7 @@ class EvaluationOptions:
     minutes: float | None = None  # for all: each setting gets the repeats that fit; None: those of its own
     sample_texts: bool = False  # write samples.json
     skips_impossible: bool = False  # leave out settings with drafts that a drafter cannot make; else refuse them
-    drafts: dict[str, list[DraftSetting]] | None = None  # those at which alone each drafter is measured; None: all
+    drafts: dict[str, list[DraftSetting]] | None = None  # those at which alone each drafter is measured, all in turns
     costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
 
 
@@ -68,35 +74,26 @@ def evaluate_side_by_side(
     start = time.perf_counter()
     rank, num_ranks = rank_and_num_ranks()
     drafters = loaded_drafters(target, names)
-
-    def measured_at(settings: MeasureSettings) -> dict[str, Drafter]:
-        wanted = {name for name in drafters if options.drafts is None or settings.draft in options.drafts[name]}
-        impossible = {name for name, each in drafters.items() if options.skips_impossible and not settings.allows(each)}
-        return {name: each for name, each in drafters.items() if name in wanted - impossible}
-
-    for settings in grid:
-        check_settings(settings, measured_at(settings))
+    parts = contenders_by_part(target, drafters, grid, options)
     if options.baselines and all(settings.batch_size > 1 for settings in grid):
         raise UserError("--baseline: transformers decodes single prompts: add --batch-size 1")
     baselines = make_baselines(options.baselines, target, drafters)
     if rank == 0:
         require_writable(out)
         refuse_other_evaluations(out, names)
-    measurements = [Measurement(prompts, settings, num_ranks) for prompts, settings in product(prompt_sets, grid)]
+    measurements = [Measurement(prompts, part, num_ranks) for prompts, part in product(prompt_sets, parts)]
     with progress_bar(rank == 0) as progress, cpu_threads(options.num_threads):
         minutes = options.minutes and options.minutes * (1 - COSTS_SHARE * options.costs)
-        timer = Timer([(part.prompts_of(0), part.settings) for part in measurements], minutes, progress)
-        of_others = on_first(
-            [] if rank == 0 else [part.count(target, measured_at(part.settings), rank) for part in measurements]
-        )
+        timer = Timer(measurements, minutes, progress)
+        of_others = on_first([] if rank == 0 else [measurement.count(target, rank) for measurement in measurements])
         if rank:
             return []
         rows: dict[str, list[Result]] = {name: [] for name in drafters}
-        for number, (prompts, settings) in enumerate(timer.parts()):
-            measured = measure(target, measured_at(settings), prompts, settings, timer.advance, baselines)
+        for number, (measurement, seconds) in enumerate(zip(measurements, timer.shares(), strict=True)):
+            measured = measurement.measure(target, seconds, timer.advance, baselines)
             of_ranks = [measured, *(counted[number] for counted in of_others[1:])]
-            for name in measured:
-                rows[name].append(measurements[number].pool([of_rank[name] for of_rank in of_ranks if of_rank]))
+            for key, contender in measurement.contenders.items():
+                rows[contender.name].append(measurement.pool([of_rank[key] for of_rank in of_ranks if of_rank]))
         measuring_seconds = timer.seconds
         evaluations = with_diagnoses(
             evaluations_of(target, drafters, rows), list(drafters.values()), target, prompt_sets
@@ -111,6 +108,47 @@ def evaluate_side_by_side(
     evaluations = [replace(evaluation, seconds=time.perf_counter() - start) for evaluation in evaluations]
     write_evaluations(evaluations, costs, texts, out)
     return evaluations
+
+
+def contenders_by_part(
+    target: Target, drafters: dict[str, Drafter], grid: list[MeasureSettings], options: EvaluationOptions
+) -> list[list[Contender]]:
+    """Return who takes turns with whom: all drafters at one setting, or at those of `settings_in_turns`.
+
+    A drafter that takes turns with itself at another draft is loaded twice: it must not remember the other's texts.
+    Raises `UserError` for drafters and settings that do not go together.
+    """
+
+    @cache
+    def copy_of(name: str, number: int) -> Drafter:
+        return load_drafter(name, target) if number else drafters[name]
+
+    parts = []
+    for together in settings_in_turns(grid, options):
+        part: list[Contender] = []
+        for settings, (name, drafter) in product(together, drafters.items()):
+            if is_measured(name, drafter, settings, options):
+                check_settings(settings, {name: drafter})
+                copies = sum(contender.name == name for contender in part)
+                part.append(Contender(name, copy_of(name, copies), settings))
+        parts.append(part)
+    return [part for part in parts if part]
+
+
+def settings_in_turns(grid: list[MeasureSettings], options: EvaluationOptions) -> list[list[MeasureSettings]]:
+    """Return the settings of each part of an evaluation.
+
+    Where each drafter has drafts of its own, successive settings that differ in their drafts alone are one part.
+    """
+    if options.drafts is None:
+        return [[settings] for settings in grid]
+    return [list(together) for _, together in groupby(grid, lambda settings: replace(settings, draft=0))]
+
+
+def is_measured(name: str, drafter: Drafter, settings: MeasureSettings, options: EvaluationOptions) -> bool:
+    """Return whether a drafter is measured at a setting."""
+    is_wanted = options.drafts is None or settings.draft in options.drafts[name]
+    return is_wanted and (settings.allows(drafter) or not options.skips_impossible)
 
 
 def evaluations_of(target: Target, drafters: dict[str, Drafter], rows: dict[str, list[Result]]) -> list[Evaluation]:
@@ -195,64 +233,6 @@ def affordable_costs(
             if own:
                 costs[name] = own
     return costs
-
-
-class Measurement:
-    """A set of prompts at one setting, shared out over the processes."""
-
-    def __init__(self, prompts: PromptSet, settings: MeasureSettings, num_ranks: int) -> None:
-        self.settings, self._prompts, size = settings, prompts, settings.batch_size
-        self._shares = [share_of(len(prompts.token_ids), rank, num_ranks, size) for rank in range(num_ranks)]
-
-    def prompts_of(self, rank: int) -> PromptSet:
-        """Return a process's share of the prompts."""
-        return subset(self._prompts, self._shares[rank])
-
-    def count(self, target: Target, drafters: dict[str, Drafter], rank: int) -> dict[str, Result]:
-        """Return rows of which only the counters are wanted, by drafter; none without prompts for a process."""
-        once = replace(self.settings, repeats=1, seconds=None)
-        return measure(target, drafters, self.prompts_of(rank), once) if self._shares[rank] else {}
-
-    def pool(self, rows: list[Result]) -> Result:
-        """Return one drafter's row from those of the processes with a share."""
-        return pool(rows, [share for share in self._shares if share])
-
-
-class Timer:
-    """Gives each measurement its share of the time, and moves the progress bar.
-
-    A limit of time says how many repeats there are, never the figures that were found: that keeps them honest.
-    """
-
-    def __init__(
-        self, measurements: list[tuple[PromptSet, MeasureSettings]], minutes: float | None, progress: Progress
-    ) -> None:
-        self._measurements, self._limit, self._progress = measurements, minutes and minutes * 60, progress
-        self._batches = [-(-len(prompts.token_ids) // settings.batch_size) for prompts, settings in measurements]
-        repeats = [settings.repeats for _, settings in measurements]
-        total = self._limit or sum(n * times for n, times in zip(self._batches, repeats, strict=True))
-        self._task = progress.add_task("evaluating", total=total, detail="seconds" if self._limit else "batches")
-        self._start = time.perf_counter()
-
-    def parts(self) -> Iterator[tuple[PromptSet, MeasureSettings]]:
-        """Yield prompts and settings in turn; each gets its share, by its number of batches, of the time left."""
-        for number, (prompts, settings) in enumerate(self._measurements):
-            if self._limit:
-                share = self._batches[number] / sum(self._batches[number:])
-                settings = replace(settings, seconds=(self._limit - self.seconds) * share)
-            yield prompts, settings
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the first part began."""
-        return time.perf_counter() - self._start
-
-    def advance(self) -> None:
-        """Show that another batch is decoded."""
-        if self._limit:
-            self._progress.update(self._task, completed=self.seconds)
-        else:
-            self._progress.advance(self._task)
 
 
 def with_certificates(

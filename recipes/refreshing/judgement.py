@@ -9,6 +9,7 @@ from scipy.special import stdtrit
 
 from draftsmith.inference.decoding.counters import Interval, paired_difference, total_of
 from draftsmith.inference.measuring.measure import (
+    Contender,
     MeasureSettings,
     PromptSet,
     check_settings,
@@ -90,10 +91,11 @@ def compare(
     target: Target, champion: Drafter, challenger: Drafter, prompts: PromptSet, settings: MeasureSettings
 ) -> Comparison:
     """Decode prompts with both drafters and without one, in turns."""
-    contenders = {PLAIN: load_drafter(PLAIN, target), CHAMPION: champion, CHALLENGER: challenger}
-    check_settings(settings, contenders)
-    resolved = {name: settings.resolve(drafter) for name, drafter in contenders.items()}
-    outputs = decode_all(target, contenders, resolved, prompts, settings, (), lambda: None)
+    drafters = {PLAIN: load_drafter(PLAIN, target), CHAMPION: champion, CHALLENGER: challenger}
+    check_settings(settings, drafters)
+    contenders = {name: Contender(name, drafter, settings) for name, drafter in drafters.items()}
+    resolved = {name: settings.resolve(drafter) for name, drafter in drafters.items()}
+    outputs = decode_all(target, contenders, resolved, prompts, (), lambda: None)
     stats = {name: stats_by_prompt(outputs[name]) for name in (CHAMPION, CHALLENGER)}
     paired = paired_difference(stats[CHALLENGER], stats[CHAMPION])
     lossless = lossless_check(target, resolved[CHALLENGER], prompts, outputs[CHALLENGER], outputs[PLAIN])

@@ -215,7 +215,10 @@ def test_scores_are_of_as_many_prompts_as_time_allows() -> None:
 
 
 def test_a_short_search_is_told_by_fewer_prompts() -> None:
-    """Four finalists and three times plain decoding, for 20 % of the time, and never fewer than a percentile needs."""
+    """Four finalists, one of them with two more drafts, and plain decoding for 20 % of the time.
+
+    There are never fewer prompts than a percentile needs.
+    """
     assert affordable_tests(64, 0.1, 1000.0) == (64, pytest.approx(64 * 7 * 0.1))
     assert affordable_tests(64, 1.0, 1050.0) == (30, pytest.approx(0.2 * 1050))
     assert affordable_tests(64, 1.0, 10.0)[0] == 20
@@ -678,6 +681,27 @@ def test_a_drafter_is_left_out_of_drafts_that_it_cannot_make(tiny_target: Target
     options = comparison.EvaluationOptions(drafts={names[0]: [2], "ngram": [5]})
     own = comparison.evaluate_side_by_side(tiny_target, names, prompts, grid, tmp_path / "own", options)
     assert [[row.setting.draft_length for row in each.results] for each in own] == [[2], [5]]
+
+
+def test_drafts_of_different_lengths_take_turns(tiny_target: Target, tmp_path: Path) -> None:
+    """All stand beside the same plain decoding, and accept what they accept alone.
+
+    `suffix` would accept more if it remembered the answer that it had just written with drafts of another length.
+    """
+    prompts = [PromptSet("p", [tiny_target.encode(text) for text in ("a b a b", "def f(", "iron", "so it is")])]
+    grid = [MeasureSettings(batch_size=size, draft=n, max_new_tokens=24, repeats=1) for size in (1, 2) for n in (2, 5)]
+    options = comparison.EvaluationOptions(drafts={"suffix": [2, 5], "ngram": [5]})
+    together = comparison.evaluate_side_by_side(
+        tiny_target, ["suffix", "ngram"], prompts, grid, tmp_path / "own", options
+    )
+    rows = [row for evaluation in together for row in evaluation.results]
+    assert [len(evaluation.results) for evaluation in together] == [4, 2]
+    for size in (1, 2):
+        assert len({row.speed.baseline_tokens_per_second for row in rows if row.setting.batch_size == size}) == 1
+    alone = comparison.evaluate_side_by_side(tiny_target, ["suffix", "ngram"], prompts, grid, tmp_path / "alone")
+    expected = {(each.drafter, row.setting): row.acceptance for each in alone for row in each.results}
+    for each in together:
+        assert all(row.acceptance == expected[each.drafter, row.setting] for row in each.results)
 
 
 def test_a_search_goes_on_for_its_own_target_alone(settings: AutoSettings, tmp_path: Path) -> None:
