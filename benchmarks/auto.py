@@ -26,13 +26,15 @@ from rich.console import Console
 
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.data.samples.folder import read_samples
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.inference.planning.best_draft import acceptance_length
 from draftsmith.models import Target
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import Auto
-from draftsmith.recipes.auto.budget import PROBE_SHARE
+from draftsmith.recipes.auto.budget import PROBE_SHARE, TIMED_SAMPLES, recipe_of_auto
+from draftsmith.recipes.auto.contenders import new_contenders
 from draftsmith.recipes.auto.race import Contender, growth_to_come
 from draftsmith.recipes.auto.score import grown
 from draftsmith.recipes.auto.service_level import fastest_first
@@ -40,6 +42,7 @@ from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.pages.figures import BASELINE_COLOUR, COLOURS, save_plot
 from draftsmith.recipes.pages.tables import ratio_text
+from draftsmith.recipes.quickstart.budget import time_step
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train import train
 from draftsmith.train.evaluation.pooling import subset
@@ -75,11 +78,18 @@ def settings_of(folder: Path, traffic: str, minutes: float) -> AutoSettings:
 
 
 def train_alone(settings: AutoSettings, kind: str) -> None:
-    """Train one kind with all of the time that the search had for training, on the answers of the search."""
+    """Train one kind with all of the time that the search had for training, on the answers of the search.
+
+    Its steps are timed anew, since the machine may have become slower or faster.
+    """
     search = Auto(settings, Console(quiet=True))
-    plan = search.state.plan
+    plan, samples = search.state.plan, read_samples(search.folder.samples)
+    recipe = recipe_of_auto(kind, plan.target_is_small)
+    drafter = new_contenders([kind], search.target, None)[kind]
+    timed = time_step(recipe, drafter, search.target, [samples[number] for number in range(TIMED_SAMPLES)])
+    runs_target = plan.stored_layers is None or recipe.drafter.starts_from_layers
     seconds = (PROBE_SHARE + plan.num_rungs) * plan.rung_seconds + plan.final_seconds
-    config = search.config(kind, int(seconds / plan.step_seconds[kind]))
+    config = search.config(kind, int(seconds / (timed.loss + runs_target * timed.features)))
     config.run.dir = str(settings.out.with_name(kind))
     train(config)
 
