@@ -9,10 +9,10 @@ from draftsmith.recipes.auto.race import Rung, growth_to_come
 from draftsmith.recipes.auto.score import Score, ServingLoad, growth_per_doubling, potential
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.pages.rendering import rendered
-from draftsmith.recipes.pages.tables import Row, Section, Table, ratio_text, table_of
+from draftsmith.recipes.pages.tables import Row, Section, Table, name_of_load, ratio_text, table_of
 from draftsmith.recipes.report_data.contents import ReportData
 from draftsmith.recipes.report_data.reading import report_data_of
-from draftsmith.recipes.reports.comparison_table import by_setting, ranking_table
+from draftsmith.recipes.reports.comparison_table import ranking_table
 from draftsmith.recipes.reports.verdict import verdict_of
 
 MORE = 10  # times the time, for what it would bring
@@ -43,9 +43,10 @@ def auto_page(state: AutoState, evaluations: list[Evaluation], within: list[Eval
 
 
 def result(data: ReportData) -> Section:
-    """Return what was measured at the end, on prompts that nothing saw before."""
-    tables = [ranking_table(setting, block) for setting, block in by_setting(data.all_drafters).items()]
-    return Section("result", "Measured at the end", "On prompts that chose nothing.", tables)
+    """Return what was measured at the end, in turns, on prompts that nothing saw before."""
+    rows = [(drafter, row) for drafter in data.all_drafters for row in drafter.results]
+    table = ranking_table(name_of_load(rows[0][1].setting), rows)
+    return Section("result", "Measured at the end", "In turns, on prompts that chose nothing.", [table])
 
 
 def race(state: AutoState) -> Section:

@@ -149,12 +149,14 @@ def tone_of(result: Result) -> Tone:
 
 def setting_name(setting: Setting) -> str:
     """Return all that two results must share to stand side by side."""
-    top_p = f", top-p {setting.top_p:g}" if setting.top_p < 1 else ""
-    return (
-        f"temperature {setting.temperature:g}{top_p}, batch size {setting.batch_size}, "
-        f"{draft_text(setting)}, {setting.num_prompts} prompts of {setting.prompt_set}, "
-        f"up to {setting.max_new_tokens} new tokens"
-    )
+    return name_of_load(setting, draft_text(setting))
+
+
+def name_of_load(setting: Setting, *drafts: str) -> str:
+    """Return what was decoded and how; the draft is named where it is given."""
+    parts = [f"temperature {setting.temperature:g}", *([f"top-p {setting.top_p:g}"] if setting.top_p < 1 else [])]
+    parts += [f"batch size {setting.batch_size}", *drafts, f"{setting.num_prompts} prompts of {setting.prompt_set}"]
+    return ", ".join([*parts, f"up to {setting.max_new_tokens} new tokens"])
 
 
 def draft_text(draft: Setting | PredictedDraft) -> str:

@@ -14,6 +14,7 @@ from draftsmith.recipes.pages.tables import (
     Table,
     Tone,
     count,
+    draft_text,
     interval_text,
     percent,
     ratio_text,
@@ -65,13 +66,18 @@ def by_setting(drafters: list[MeasuredDrafter]) -> dict[str, list[DrafterResult]
 
 
 def ranking_table(setting: str, block: list[DrafterResult]) -> Table:
-    """Return what decides at one setting: the drafters by their speedup, the winner first, with bars."""
+    """Return what decides: the drafters by their speedup, the winner first, with bars, and their drafts if they differ.
+
+    The results are of one setting, or of several that differ in their drafts alone and were measured in turns.
+    """
+    have_own_drafts = len({draft_text(row.setting) for _, row in block}) > 1
     drafting = [(drafter, row) for drafter, row in block if drafter.kind != PLAIN]
     drafting.sort(key=lambda pair: (pair[1].is_sound, pair[1].speed.speedup), reverse=True)
     reach = max([1.0, *(max(ends_of(row)) for _, row in drafting)])
     rows: list[Row] = [
         {
             "drafter": Cell(drafter.name, drafter.note),
+            **({"draft": draft_text(row.setting)} if have_own_drafts else {}),
             "speedup": Cell(speedup_text(row), interval_note(row), tone_of(row), bar_of(row, reach)),
             "tokens a round": f"{row.tokens_a_round:.2f}",
             "output": Cell("✓ the target's", lossless_text(row))
@@ -82,11 +88,12 @@ def ranking_table(setting: str, block: list[DrafterResult]) -> Table:
     ]
     plain: Row = {
         "drafter": "plain decoding",
+        **({"draft": "–"} if have_own_drafts else {}),
         "speedup": Cell("1.00×", bar=Bar(1 / reach, 1 / reach, 1 / reach, 1 / reach)),
     }
     slower = [place for place, (_, row) in enumerate(drafting) if not row.is_sound or row.speed.speedup < 1]
     rows.insert(slower[0] if slower else len(rows), plain | {"tokens a round": "1.00", "output": "reference"})
-    return table_of(setting[0].upper() + setting[1:], rows, words=("drafter", "output"))
+    return table_of(setting[0].upper() + setting[1:], rows, words=("drafter", "draft", "output"))
 
 
 def ends_of(row: Result) -> tuple[float, float]:

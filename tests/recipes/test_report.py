@@ -543,6 +543,16 @@ def test_the_winner_stands_first(tmp_path: Path) -> None:
     assert all(bar.one == pytest.approx(1 / 2.6) for bar in bars)
 
 
+def test_different_drafts_that_took_turns_stand_in_one_table(tmp_path: Path) -> None:
+    """Each with its draft, and plain decoding once."""
+    rows = [result(0.6, 1.0, length=length) | {"speedup": 1 + length / 10} for length in (2, 4)]
+    write_results(tmp_path / "evaluation.json", rows)
+    (drafter,) = read_report_data(tmp_path).all_drafters
+    table = ranking_table("s", [(drafter, row) for row in drafter.results])
+    assert table.headings == ["drafter", "draft", "speedup", "tokens a round", "output"]
+    assert table.column("draft") == ["draft length 4", "draft length 2", "–"]
+
+
 # --- damaged files
 
 
