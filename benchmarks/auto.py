@@ -6,8 +6,9 @@ A search gets so many minutes, on one thread. Then each of its kinds alone gets 
 race and its winner, on the same answers. At the end all of them, the search's choice and the lookups are measured in
 turns on the search's test prompts, each at the draft length that is best on prompts of its race: how near comes the
 choice to the best of all? A third table has the forecast of each kind after the first rung beside what it came to
-alone, which judges the declines of recipes/auto/race.py. FOLDER keeps what was found: give the same command again to go
-on.
+alone, which judges the declines of recipes/auto/race.py. The fourth has each choice that was trained beside the better
+lookup, in turns on prompts of files that neither the search nor its target learnt from. FOLDER keeps what was found,
+but for the fourth table: give the same command again to go on.
 """
 
 import argparse
@@ -25,23 +26,26 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from draftsmith.data.prompts.prompt_formats import Prompt
+from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.data.samples.folder import read_samples
+from draftsmith.inference.measuring import measure
 from draftsmith.inference.measuring.environment import environment
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.inference.measuring.speed import Outputs, ratio_interval, speedup_of
 from draftsmith.inference.planning.best_draft import acceptance_length
-from draftsmith.models import Target
+from draftsmith.models import Target, load_drafter
 from draftsmith.recipes.auto import auto
 from draftsmith.recipes.auto.auto import Auto
 from draftsmith.recipes.auto.budget import PROBE_SHARE, TIMED_SAMPLES, recipe_of_auto
 from draftsmith.recipes.auto.contenders import new_contenders
-from draftsmith.recipes.auto.race import Contender, growth_to_come
+from draftsmith.recipes.auto.race import LOOKUPS, Contender, growth_to_come
 from draftsmith.recipes.auto.score import grown
 from draftsmith.recipes.auto.service_level import fastest_first
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side, evaluation_paths
 from draftsmith.recipes.pages.figures import BASELINE_COLOUR, COLOURS, save_plot
-from draftsmith.recipes.pages.tables import ratio_text
+from draftsmith.recipes.pages.tables import draft_text, ratio_text
 from draftsmith.recipes.quickstart.budget import time_step
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for
 from draftsmith.train import train
@@ -146,6 +150,51 @@ def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[st
     )
 
 
+def beside_lookup(settings: AutoSettings, traffic: str) -> str | None:
+    """Return a line of the fourth table: how much faster than the better lookup the search's choice is.
+
+    Each has the draft at which it was fastest at the end of the search. None where the choice is a lookup.
+    """
+    search = Auto(settings, Console(quiet=True))
+    chosen, *others = fastest_first(list(map(read_evaluation, search.folder.evaluations(search.state.finalists))))
+    if chosen.drafter in LOOKUPS:
+        return None
+    lookup = next(evaluation for evaluation in others if evaluation.drafter in LOOKUPS)
+    wants_chats = traffic == "dialogue"
+    held_out = [prompt for prompt in prompts_for(search.target, held_out=True) if bool(prompt.messages) == wants_chats]
+    plain, own, rival = outputs_in_turns(
+        search,
+        {"none": 1, chosen.drafter: draft_of(search, chosen), lookup.drafter: draft_of(search, lookup)},
+        measure.PromptSet("held out", encode_prompts(held_out, search.target)),
+    )
+    ratios = [(own, plain), (rival, plain), (own, rival)]
+    texts = " | ".join(ratio_text(speedup_of(*pair), ratio_interval(*pair)) for pair in ratios)
+    name = f"{shown(chosen.drafter)}, {draft_text(chosen.best.setting)}"
+    return f"| {traffic} | {len(held_out)} | {name} | {lookup.drafter} | {texts} |"
+
+
+def outputs_in_turns(
+    search: Auto, drafts: dict[str, measure.DraftSetting], prompts: measure.PromptSet
+) -> list[Outputs]:
+    """Return what drafters, given with their drafts, decode in turns, each prompt once."""
+    contenders = {
+        name: measure.Contender(
+            name, load_drafter(name, search.target), replace(search.measuring, draft=draft, repeats=1)
+        )
+        for name, draft in drafts.items()
+    }
+    resolved = {name: contender.settings.resolve(contender.drafter) for name, contender in contenders.items()}
+    return list(measure.decode_all(search.target, contenders, resolved, prompts, (), lambda: None).values())
+
+
+def draft_of(search: Auto, measured: Evaluation) -> measure.DraftSetting:
+    """Return the draft at which a drafter was fastest at the end of a search."""
+    setting, tuned = measured.best.setting, search.state.tuned
+    if setting.tree_nodes and tuned and tuned.tree:
+        return tuned.tree
+    return setting.schedule or setting.draft_length
+
+
 def first_contenders(settings: AutoSettings) -> list[Contender]:
     """Return all kinds that raced, as they were after the first rung."""
     return [contender for rung in Auto(settings, Console(quiet=True)).state.rungs[:1] for contender in rung.contenders]
@@ -246,6 +295,11 @@ def print_tables(folder: Path, cases: list[tuple[str, float]]) -> None:
         settings = settings_of(folder, traffic, minutes)
         for contender in first_contenders(settings):
             print(forecast_line(settings, traffic, minutes, contender), flush=True)
+    print("\n| traffic | prompts | chosen | lookup | speedup | that of the lookup | over the lookup |")
+    print(7 * "|---" + "|")
+    for traffic, minutes in cases:
+        if line := beside_lookup(settings_of(folder, traffic, minutes), traffic):
+            print(line, flush=True)
 
 
 def main() -> None:
