@@ -153,11 +153,12 @@ def line_of(settings: AutoSettings, traffic: str, minutes: float, kinds: list[st
 def beside_lookup(settings: AutoSettings, traffic: str) -> str | None:
     """Return a line of the fourth table: how much faster than the better lookup the search's choice is.
 
-    Each has the draft at which it was fastest at the end of the search. None where the choice is a lookup.
+    Each has the draft at which it was fastest at the end of the search. None where the choice is a lookup, and for
+    tables, which are of no files.
     """
     search = Auto(settings, Console(quiet=True))
     chosen, *others = fastest_first(list(map(read_evaluation, search.folder.evaluations(search.state.finalists))))
-    if chosen.drafter in LOOKUPS:
+    if chosen.drafter in LOOKUPS or traffic == "tables":
         return None
     lookup = next(evaluation for evaluation in others if evaluation.drafter in LOOKUPS)
     wants_chats = traffic == "dialogue"
