@@ -34,7 +34,7 @@ from draftsmith.train import TrainConfig
 # Shares of the time: measuring at the end, at least and at most, and slack. In the rest the target answers and drafters
 # learn.
 MEASURE_SHARE, MOST_MEASURING, SLACK_SHARE = 0.17, 0.45, 0.08
-# At the end so many drafters, the winner with so many further drafts, and plain decoding answer each prompt of the test.
+# At the end so many drafters, the winner with so many more drafts, and plain decoding answer each prompt of the test.
 FINALISTS, OTHER_DRAFTS = 4, 2
 SCORING_SHARE = 0.15  # of the time at most, for scores; where that is short they are of fewer prompts
 FEWEST_RACING = 16  # prompts of a score
