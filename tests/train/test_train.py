@@ -207,6 +207,17 @@ def test_changed_config_in_the_same_folder_is_refused(base: dict[str, Any], tmp_
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
 
 
+def test_a_sample_is_shown_once(base: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that goes on, as each rung of a search does, has shown what it is trained on."""
+    config, shown = make_config("medusa", base, tmp_path, run={"steps": 2, "checkpoint_every": 1}), "are trained on, in"
+    run = train(config)
+    assert shown in capsys.readouterr().out
+    shutil.rmtree(checkpoints(run)[-1])
+    train(config)
+    assert len(checkpoints(run)) == 2
+    assert shown not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
