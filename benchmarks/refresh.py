@@ -1,26 +1,31 @@
 """Traffic that drifts over twelve rounds: acceptance with `draftsmith refresh`, without it, and with naive training.
 
-    python benchmarks/refresh.py FOLDER [--prompts 200] [--steps 50] [--plot docs/refresh.png]
+    python benchmarks/refresh.py FOLDER [--seeds 0 1 2] [--prompts 512] [--steps 100] [--plot docs/refresh.png]
 
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
 trained on functions alone. Then it is left as it is, trained on the newest log alone in each round, or refreshed, with
 the same steps in each round and the same recipe. After each round all three decode fresh prompts of its traffic.
+
+A seed draws the prompts, and the first drafter's weights. FOLDER keeps what each seed came to: seeds may be run by
+several processes, and the same command with all of them prints the tables and draws the plot.
 """
 
 import argparse
 import ast
+import json
 import random
+import shutil
 import string
-import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
 
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
+from scipy.special import stdtrit
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -61,7 +66,9 @@ ROUNDS: list[Shares] = [
     {"functions": 0.2, "docstrings": 0.2, "modules": 0.6},
     {"functions": 1.0},
 ]
-KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 48
+KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 96
+ARMS, OTHERS = ("refreshed", "left", "naive"), ("left", "naive")
+FIRST_PROMPTS, FIRST_STEPS = 800, 60  # of the drafter that serves at first
 LONGEST = 240  # characters of a prompt
 SITE = Path(torch.__file__).parents[1]
 
@@ -69,7 +76,7 @@ SITE = Path(torch.__file__).parents[1]
 # --- traffic
 
 
-def all_prompts() -> dict[str, list[Prompt]]:
+def all_prompts(seed: int) -> dict[str, list[Prompt]]:
     """Return the prompts of each domain in random order."""
     texts = {
         "functions": list(map(function_prompt, stdlib_functions(held_out=False))),
@@ -80,7 +87,7 @@ def all_prompts() -> dict[str, list[Prompt]]:
     found = {}
     for domain, of_domain in texts.items():
         kept = list(dict.fromkeys(text[:LONGEST].rstrip() for text in of_domain if len(text) >= LONGEST // 4))
-        random.Random(0).shuffle(kept)
+        random.Random(seed).shuffle(kept)
         found[domain] = [Prompt(text=text, domain=domain) for text in kept]
     return found
 
@@ -102,8 +109,8 @@ def garbage(number: int, chances: random.Random) -> list[Prompt]:
 class Users:
     """The users, who ask each prompt once."""
 
-    def __init__(self) -> None:
-        self._left = all_prompts()
+    def __init__(self, seed: int) -> None:
+        self._left = all_prompts(seed)
 
     def ask(self, shares: Shares, number: int) -> list[Prompt]:
         """Return so many prompts with these shares of domains."""
@@ -113,24 +120,25 @@ class Users:
 # --- the drafters
 
 
-@dataclass
+@dataclass(frozen=True)
 class Simulation:
-    """The folder, the target and the amounts of a simulation."""
+    """The folder and the seed of a simulation, its target and the amounts of a round."""
 
     folder: Path
+    seed: int
     target: Target
     num_prompts: int
     steps: int
-    users: Users = field(default_factory=Users)
 
-    def first_drafter(self, steps: int) -> Path:
-        """Return a new drafter that was trained on functions alone."""
+    def first_drafter(self, asked: list[Prompt]) -> Path:
+        """Return a new drafter that was trained on the answers to these prompts."""
         prompts, folder = self.folder / "first.jsonl", self.folder / "first"
-        write_prompts(prompts, self.users.ask({"functions": 1.0}, 4 * self.num_prompts))
+        write_prompts(prompts, asked)
         config = RECIPES[f"quickstart_{KIND}"]()
         config.target, config.evaluation.prompts = str(EMBEDDED_TARGET), None
         config.data.samples, config.run.dir, config.run.device = str(folder / "samples"), str(folder / "run"), "cpu"
-        config.run.steps = config.run.checkpoint_every = steps
+        config.run.steps = config.run.checkpoint_every = FIRST_STEPS
+        config.run.seed = self.seed
         return self.trained(config, prompts)
 
     def naive(self, before: Path, log: Path, number: int) -> Path:
@@ -170,46 +178,105 @@ class Simulation:
             encode_prompts(prompts, self.target), NEW_TOKENS, draft_length=DRAFT_LENGTH, batch_size=BATCH_SIZE
         ).stats.requests
 
+    def run(self) -> list["Outcome"]:
+        """Return what came of each round."""
+        users, chances, outcomes = Users(self.seed), random.Random(self.seed), []
+        naive = first = self.first_drafter(users.ask({"functions": 1.0}, FIRST_PROMPTS))
+        for number, shares in enumerate(ROUNDS, 1):
+            log = self.folder / "logs" / f"{number}.jsonl"
+            asked = users.ask(shares, self.num_prompts)
+            write_prompts(log, garbage(len(asked), chances) if number == POISONED else asked)
+            refreshed, naive = self.refresh(log, first), self.naive(naive, log, number)
+            tested = users.ask(shares, NUM_TESTED)
+            checkpoint_of = dict(zip(ARMS, (refreshed, first, naive), strict=True))
+            stats = {arm: self.measure(checkpoint, tested) for arm, checkpoint in checkpoint_of.items()}
+            newest = read_state(self.folder / "refreshed").rounds[-1]
+            said = [newest.look.reason] if newest.look else []
+            outcomes.append(Outcome(stats, " -> ".join([*said, newest.outcome or ""])))
+            print(row(number, outcomes[-1]), flush=True)
+        return outcomes
+
 
 # --- the result
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """Acceptance lengths after a round, and what the refresh did in it."""
+    """The counters of each arm after a round, by prompt, and what the refresh did in it."""
 
-    lengths: dict[str, float]  # by arm
-    gains: dict[str, tuple[float, float, float]]  # of the refresh over each other arm, with its interval
+    stats: dict[str, list[Stats]]
     said: str
 
+    @property
+    def lengths(self) -> dict[str, float]:
+        """The acceptance length of each arm."""
+        return {arm: total_of(stats).mean_acceptance_length for arm, stats in self.stats.items()}
 
-def outcome_of(stats: dict[str, list[Stats]], said: str) -> Outcome:
-    lengths = {arm: total_of(of_arm).mean_acceptance_length for arm, of_arm in stats.items()}
-    gains = {}
-    for arm in ("left", "naive"):
-        found = paired_difference(stats["refreshed"], stats[arm])
+    def gain(self, arm: str) -> tuple[float, float, float]:
+        """Return the gain of the refresh over another arm, with its 95 % interval over prompts."""
+        found = paired_difference(self.stats["refreshed"], self.stats[arm])
         assert found.ci95
-        gains[arm] = (found.difference, *found.ci95)
-    return Outcome(lengths, gains, said)
+        return found.difference, *found.ci95
+
+
+def pooled(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome of a round by several seeds, whose prompts are taken together."""
+    stats = {arm: [of_prompt for outcome in outcomes for of_prompt in outcome.stats[arm]] for arm in ARMS}
+    return Outcome(
+        stats, "; ".join(dict.fromkeys(outcome.said.split(" -> ")[-1].split(":")[0] for outcome in outcomes))
+    )
+
+
+def outcomes_of(simulation: Simulation) -> list[Outcome]:
+    """Return what came of each round of a simulation, which is run where its folder does not hold it."""
+    path = simulation.folder / "outcomes.json"
+    if not path.is_file():
+        shutil.rmtree(simulation.folder, ignore_errors=True)  # what was ended on the way
+        path.write_text(json.dumps(list(map(asdict, simulation.run()))))
+    return [
+        Outcome({arm: [Stats(**of_prompt) for of_prompt in stats] for arm, stats in row["stats"].items()}, row["said"])
+        for row in json.loads(path.read_text())
+    ]
 
 
 def row(number: int, outcome: Outcome) -> str:
-    lengths = "  ".join(f"{outcome.lengths[arm]:6.3f}" for arm in ("refreshed", "left", "naive"))
-    gains = "  ".join("{:+.3f} [{:+.3f}, {:+.3f}]".format(*outcome.gains[arm]) for arm in ("left", "naive"))
+    """Return a line of a table."""
+    lengths = "  ".join(f"{outcome.lengths[arm]:6.3f}" for arm in ARMS)
+    gains = "  ".join("{:+.3f} [{:+.3f}, {:+.3f}]".format(*outcome.gain(arm)) for arm in OTHERS)
     return f"{number:5}  {lengths}  {gains}  {outcome.said}"
 
 
+def print_table(title: str, outcomes: list[Outcome]) -> None:
+    """Print the rounds."""
+    print(f"\n{title}: round, tokens a round refreshed, left, naive; gain over left, over naive; what the refresh did")
+    for number, outcome in enumerate(outcomes, 1):
+        print(row(number, outcome))
+
+
+def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
+    """Print the mean gain over the rounds by seed, its interval over seeds, and how many rounds lie surely below."""
+    for arm in OTHERS:
+        gains = [[outcome.gain(arm) for outcome in outcomes] for outcomes in by_seed]
+        means = [fmean(gain for gain, _, _ in of_seed) for of_seed in gains]
+        of_seeds = ", ".join(f"{mean:+.3f}" for mean in means)
+        reach = ""
+        if len(means) > 2:
+            reach = f" ± {float(stdtrit(len(means) - 1, 0.975)) * stdev(means) / len(means) ** 0.5:.3f} (95 %)"
+        below = sum(high < 0 for of_seed in gains for _, _, high in of_seed)
+        print(f"over {arm}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}; ", end="")
+        print(f"{below} of {sum(map(len, gains))} intervals lie below 0")
+
+
 def draw(outcomes: list[Outcome], figure: Figure) -> None:
+    """Draw tokens a round and gains by round."""
     above, below = figure.subplots(2, 1, sharex=True)
     numbers = list(range(1, len(outcomes) + 1))
-    for arm, colour in zip(("refreshed", "left", "naive"), COLOURS, strict=False):
+    for arm, colour in zip(ARMS, COLOURS, strict=False):
         above.plot(numbers, [outcome.lengths[arm] for outcome in outcomes], "o-", color=colour, label=arm)
-    for arm, colour in zip(("left", "naive"), COLOURS[1:], strict=False):
-        gains: Any = [outcome.gains[arm] for outcome in outcomes]
-        below.plot(numbers, [gain for gain, _, _ in gains], "o-", color=colour, label=f"over {arm}")
-        below.fill_between(
-            numbers, [low for _, low, _ in gains], [high for *_, high in gains], color=colour, alpha=0.15
-        )
+    for arm, colour in zip(OTHERS, COLOURS[1:], strict=False):
+        gains, lows, highs = zip(*(outcome.gain(arm) for outcome in outcomes), strict=True)
+        below.plot(numbers, gains, "o-", color=colour, label=f"over {arm}")
+        below.fill_between(numbers, lows, highs, color=colour, alpha=0.15)
     for axes, text in ((above, "Tokens a round"), (below, "Gain of the refresh")):
         axes.axvline(POISONED, linestyle=":", color="grey", linewidth=1)
         axes.set_ylabel(text)
@@ -221,40 +288,23 @@ def draw(outcomes: list[Outcome], figure: Figure) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompts", type=int, default=200, help="of each round's log")
-    parser.add_argument("--steps", type=int, default=50, help="of training in each round")
-    parser.add_argument("--first-steps", type=int, default=60, help="of the drafter that serves at first")
-    parser.add_argument("--rounds", type=int, default=len(ROUNDS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--prompts", type=int, default=512, help="of each round's log")
+    parser.add_argument("--steps", type=int, default=100, help="of training in each round")
     parser.add_argument("--plot", type=Path, default=Path("docs/refresh.png"))
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    start, chances = time.perf_counter(), random.Random(0)
     target = load_target(str(EMBEDDED_TARGET), "cpu")
-    simulation = Simulation(arguments.folder, target, arguments.prompts, arguments.steps)
-    first = simulation.first_drafter(arguments.first_steps)
-    naive, outcomes = first, []
-    for number, shares in enumerate(ROUNDS[: arguments.rounds], 1):
-        log = arguments.folder / "logs" / f"{number}.jsonl"
-        asked = simulation.users.ask(shares, arguments.prompts)
-        write_prompts(log, garbage(len(asked), chances) if number == POISONED else asked)
-        refreshed, naive = simulation.refresh(log, first), simulation.naive(naive, log, number)
-        tested = simulation.users.ask(shares, NUM_TESTED)
-        arms = {"refreshed": refreshed, "left": first, "naive": naive}
-        stats = {arm: simulation.measure(checkpoint, tested) for arm, checkpoint in arms.items()}
-        newest = read_state(arguments.folder / "refreshed").rounds[-1]
-        outcomes.append(outcome_of(stats, f"{newest.look.reason if newest.look else ''} -> {newest.outcome}"))
-        print(row(number, outcomes[-1]), flush=True)
-        save_plot(arguments.plot, partial(draw, outcomes), 5.4)
-    minutes = (time.perf_counter() - start) / 60
-    print(f"\n{device_name(target)}, 1 thread, commit {git_commit()}, {minutes:.1f} minutes")
-    print(f"{arguments.prompts} prompts and {arguments.steps} steps a round, {KIND}, {NUM_TESTED} fresh prompts tested")
-    print("round  refreshed  left  naive; gain over left and over naive, 95 % intervals; what the refresh did")
-    for number, outcome in enumerate(outcomes, 1):
-        print(row(number, outcome))
-    for arm in ("left", "naive"):
-        lowest = min(outcome.gains[arm][2] for outcome in outcomes)
-        mean = sum(outcome.gains[arm][0] for outcome in outcomes) / len(outcomes)
-        print(f"over {arm}: mean gain {mean:+.3f}; the lowest upper end of an interval {lowest:+.3f}")
+    simulations = [Simulation(args.folder / str(seed), seed, target, args.prompts, args.steps) for seed in args.seeds]
+    by_seed = list(map(outcomes_of, simulations))
+    together = [pooled(list(of_round)) for of_round in zip(*by_seed, strict=True)]
+    save_plot(args.plot, partial(draw, together), 5.4)
+    print(f"\n{device_name(target)}, 1 thread, commit {git_commit()}")
+    print(f"{args.prompts} prompts and {args.steps} steps a round, {KIND}, {NUM_TESTED} fresh prompts tested by seed")
+    for seed, outcomes in zip(args.seeds, by_seed, strict=True):
+        print_table(f"seed {seed}", outcomes)
+    print_table("all seeds", together)
+    print_mean_gains(by_seed)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from draftsmith.recipes.quickstart.budget import time_step, timed_samples
 from draftsmith.train import TrainConfig
 
 ANSWER_SHARE, TRAINING_SHARE = 0.3, 0.5  # of the budget; the rest is for judging and slack
-NEW_SHARE = 0.5  # of the text: the rest is older, so that nothing is forgotten
+NEW_SHARE = 0.75  # of the text: the rest is older, so that nothing is forgotten
 BATCH_SIZE = 32  # prompts answered at a time
 CHECKPOINTS, PATIENCE = 8, 2  # of a run, and those without gain after which it ends
+LEAST_BETWEEN = 50  # steps from one checkpoint to the next: the gain of fewer is lost in noise
 MOST_EPOCHS = 4  # over the text: more would learn it by heart
 RATE_SHARE = 0.2  # of the recipe's learning rate, for a drafter that has learnt already
 HELD_OUT_PROMPTS = 64  # whose answers tell when training brings nothing more
@@ -60,7 +61,7 @@ def make_plan(
 ) -> RoundPlan:
     """Return what the budget allows: a batch of answers and a few steps are timed, unless the steps are given.
 
-    `new` and `old` are all prompts that may be trained on. Where there are few new ones, older ones take their time.
+    `new` and `old` are all prompts that may be trained on. Where there are few older ones, new ones take their time.
     """
     num_answers, num_steps = len(new) + len(old), settings.steps
     config = recipe_of(champion.kind, target)
@@ -74,7 +75,8 @@ def make_plan(
         step = time_step(config, champion, target, samples)
         num_steps = int(TRAINING_SHARE * seconds / (step.features + step.loss))
     num_new = min(len(new), max(round(NEW_SHARE * num_answers), num_answers - len(old)))
-    num_old = min(len(old), max(num_new, BATCH_SIZE), num_answers - num_new)
+    share_of_old = round((1 / NEW_SHARE - 1) * num_new)
+    num_old = min(len(old), max(share_of_old, BATCH_SIZE), num_answers - num_new)
     most_steps = MOST_EPOCHS * (num_new + num_old) // config.data.batch_size
     return RoundPlan(champion.kind, num_new, num_old, max(1, min(num_steps, most_steps)), settings.max_new_tokens)
 
@@ -88,7 +90,8 @@ def training_config(plan: RoundPlan, target: Target, champion: Path, folder: Pat
     if plan.num_new + plan.num_old >= HELD_OUT * FEWEST_HELD_OUT:
         config.data.held_out_prompts, config.evaluation.patience = HELD_OUT_PROMPTS, PATIENCE
     config.run.dir, config.run.device = str(folder / "run"), device
-    config.run.steps, config.run.checkpoint_every = plan.num_steps, -(-plan.num_steps // CHECKPOINTS)
+    config.run.steps = plan.num_steps
+    config.run.checkpoint_every = min(plan.num_steps, max(LEAST_BETWEEN, -(-plan.num_steps // CHECKPOINTS)))
     config.run.log_every = config.run.checkpoint_every
     config.run.keep_checkpoints = 2
     return config
