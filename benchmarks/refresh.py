@@ -17,6 +17,7 @@ import json
 import random
 import shutil
 import string
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -222,9 +223,8 @@ class Outcome:
 def pooled(outcomes: list[Outcome]) -> Outcome:
     """Return the outcome of a round by several seeds, whose prompts are taken together."""
     stats = {arm: [of_prompt for outcome in outcomes for of_prompt in outcome.stats[arm]] for arm in ARMS}
-    return Outcome(
-        stats, "; ".join(dict.fromkeys(outcome.said.split(" -> ")[-1].split(":")[0] for outcome in outcomes))
-    )
+    ends = Counter(outcome.said.split(" -> ")[-1].split(":")[0] for outcome in outcomes)
+    return Outcome(stats, ", ".join(f"{number} {end}" for end, number in ends.items()))
 
 
 def outcomes_of(simulation: Simulation) -> list[Outcome]:
