@@ -5,7 +5,8 @@
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
 trained on functions alone. Then it is left as it is, trained on the newest log alone in each round, or refreshed, with
-the same steps in each round and the same recipe. After each round all three decode fresh prompts of its traffic.
+the same steps in each round and the same recipe. After each round all decode fresh prompts of its traffic. Beside them
+stands a second naive drafter, whose batches come in another order: what it differs by from the first one is noise.
 
 A seed draws the prompts, and the first drafter's weights. FOLDER keeps what each seed came to: seeds may be run by
 several processes, and the same command with all of them prints the tables and draws the plot.
@@ -68,7 +69,7 @@ ROUNDS: list[Shares] = [
     {"functions": 1.0},
 ]
 KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 96
-ARMS, OTHERS = ("refreshed", "left", "naive"), ("left", "naive")
+ARMS, OTHERS = ("refreshed", "left", "naive", "again"), ("left", "naive")  # again: naive, by other batches
 FIRST_PROMPTS, FIRST_STEPS = 800, 60  # of the drafter that serves at first
 LONGEST = 240  # characters of a prompt
 SITE = Path(torch.__file__).parents[1]
@@ -142,11 +143,12 @@ class Simulation:
         config.run.seed = self.seed
         return self.trained(config, prompts)
 
-    def naive(self, before: Path, log: Path, number: int) -> Path:
-        """Return a drafter trained on from the one before, on the newest log alone."""
+    def naive(self, before: Path, log: Path, number: int, run_seed: int) -> Path:
+        """Return a drafter trained on from the one before, on the newest log alone, in the order of a seed."""
         plan = RoundPlan(KIND, self.num_prompts, 0, self.steps, NEW_TOKENS)
         config = training_config(plan, self.target, before, self.folder / "naive" / str(number), "cpu")
         config.data.held_out_prompts, config.evaluation.patience = 0, None
+        config.run.seed, config.run.dir = run_seed, f"{config.run.dir}{run_seed}"
         return self.trained(config, log)
 
     def trained(self, config: TrainConfig, prompts: Path) -> Path:
@@ -182,14 +184,15 @@ class Simulation:
     def run(self) -> list["Outcome"]:
         """Return what came of each round."""
         users, chances, outcomes = Users(self.seed), random.Random(self.seed), []
-        naive = first = self.first_drafter(users.ask({"functions": 1.0}, FIRST_PROMPTS))
+        naive = again = first = self.first_drafter(users.ask({"functions": 1.0}, FIRST_PROMPTS))
         for number, shares in enumerate(ROUNDS, 1):
             log = self.folder / "logs" / f"{number}.jsonl"
             asked = users.ask(shares, self.num_prompts)
             write_prompts(log, garbage(len(asked), chances) if number == POISONED else asked)
-            refreshed, naive = self.refresh(log, first), self.naive(naive, log, number)
+            refreshed = self.refresh(log, first)
+            naive, again = (self.naive(before, log, number, run_seed) for run_seed, before in enumerate((naive, again)))
             tested = users.ask(shares, NUM_TESTED)
-            checkpoint_of = dict(zip(ARMS, (refreshed, first, naive), strict=True))
+            checkpoint_of = dict(zip(ARMS, (refreshed, first, naive, again), strict=True))
             stats = {arm: self.measure(checkpoint, tested) for arm, checkpoint in checkpoint_of.items()}
             newest = read_state(self.folder / "refreshed").rounds[-1]
             said = [newest.look.reason] if newest.look else []
@@ -213,9 +216,9 @@ class Outcome:
         """The acceptance length of each arm."""
         return {arm: total_of(stats).mean_acceptance_length for arm, stats in self.stats.items()}
 
-    def gain(self, arm: str) -> tuple[float, float, float]:
-        """Return the gain of the refresh over another arm, with its 95 % interval over prompts."""
-        found = paired_difference(self.stats["refreshed"], self.stats[arm])
+    def gain(self, arm: str, of: str = "refreshed") -> tuple[float, float, float]:
+        """Return the gain of an arm, the refresh, over another one, with its 95 % interval over prompts."""
+        found = paired_difference(self.stats[of], self.stats[arm])
         assert found.ci95
         return found.difference, *found.ci95
 
@@ -248,23 +251,30 @@ def row(number: int, outcome: Outcome) -> str:
 
 def print_table(title: str, outcomes: list[Outcome]) -> None:
     """Print the rounds."""
-    print(f"\n{title}: round, tokens a round refreshed, left, naive; gain over left, over naive; what the refresh did")
+    print(f"\n{title}: round; tokens a round of {', '.join(ARMS)}; gain over left, over naive; what the refresh did")
     for number, outcome in enumerate(outcomes, 1):
         print(row(number, outcome))
 
 
 def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
     """Print the mean gain over the rounds by seed, its interval over seeds, and how many rounds lie surely below."""
-    for arm in OTHERS:
-        gains = [[outcome.gain(arm) for outcome in outcomes] for outcomes in by_seed]
+    for of, arm in (*(("refreshed", other) for other in OTHERS), ("again", "naive")):
+        gains = [[outcome.gain(arm, of) for outcome in outcomes] for outcomes in by_seed]
         means = [fmean(gain for gain, _, _ in of_seed) for of_seed in gains]
         of_seeds = ", ".join(f"{mean:+.3f}" for mean in means)
         reach = ""
         if len(means) > 2:
             reach = f" ± {float(stdtrit(len(means) - 1, 0.975)) * stdev(means) / len(means) ** 0.5:.3f} (95 %)"
-        below = sum(high < 0 for of_seed in gains for _, _, high in of_seed)
-        print(f"over {arm}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}; ", end="")
-        print(f"{below} of {sum(map(len, gains))} intervals lie below 0")
+        together = [gain for of_seed in gains for gain in of_seed]
+        below = sum(high < 0 for _, _, high in together)
+        above = sum(low > 0 for _, low, _ in together)
+        print(
+            f"{of} over {arm}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}; of {len(together)} rounds",
+            end="",
+        )
+        print(
+            f" {below} intervals below 0 and {above} above; standard deviation {stdev(g for g, _, _ in together):.3f}"
+        )
 
 
 def draw(outcomes: list[Outcome], figure: Figure) -> None:
