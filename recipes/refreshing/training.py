@@ -14,14 +14,12 @@ from draftsmith.recipes.quickstart.budget import time_step, timed_samples
 from draftsmith.train import TrainConfig
 
 ANSWER_SHARE, TRAINING_SHARE = 0.3, 0.5  # of the budget; the rest is for judging and slack
-NEW_SHARE = 0.75  # of the text: the rest is older, so that nothing is forgotten
+NEW_SHARE = 0.9  # of the text: the rest is older, so that nothing is forgotten
 BATCH_SIZE = 32  # prompts answered at a time
 CHECKPOINTS, PATIENCE = 8, 2  # of a run, and those without gain after which it ends
-LEAST_BETWEEN = 50  # steps from one checkpoint to the next: the gain of fewer is lost in noise
 MOST_EPOCHS = 4  # over the text: more would learn it by heart
 RATE_SHARE = 0.2  # of the recipe's learning rate, for a drafter that has learnt already
-HELD_OUT_PROMPTS = 64  # whose answers tell when training brings nothing more
-FEWEST_HELD_OUT = 16  # prompts that tell so much; of fewer, all are trained on
+HELD_OUT_PROMPTS = 64  # whose answers tell when training brings nothing more; where there are fewer, noise would tell
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,10 @@ def training_config(plan: RoundPlan, target: Target, champion: Path, folder: Pat
     config.target, config.init_from = target.name, str(champion)
     config.data.samples, config.data.held_out_prompts = str(folder / "samples"), 0
     config.evaluation.prompts = None
-    if plan.num_new + plan.num_old >= HELD_OUT * FEWEST_HELD_OUT:
+    if plan.num_new + plan.num_old >= HELD_OUT * HELD_OUT_PROMPTS:
         config.data.held_out_prompts, config.evaluation.patience = HELD_OUT_PROMPTS, PATIENCE
     config.run.dir, config.run.device = str(folder / "run"), device
-    config.run.steps = plan.num_steps
-    config.run.checkpoint_every = min(plan.num_steps, max(LEAST_BETWEEN, -(-plan.num_steps // CHECKPOINTS)))
+    config.run.steps, config.run.checkpoint_every = plan.num_steps, -(-plan.num_steps // CHECKPOINTS)
     config.run.log_every = config.run.checkpoint_every
     config.run.keep_checkpoints = 2
     return config

@@ -601,9 +601,9 @@ def test_the_plan_keeps_to_the_budget(settings: RefreshSettings, tiny_target: Ta
     prompts = [Prompt(text=f"strike {i}") for i in range(400)]
     make: Callable[..., Any] = training.make_plan
     given = make(tiny_target, drafter, prompts[:200], prompts[200:], replace(settings, steps=7))
-    assert (given.num_new, given.num_old, given.num_steps) == (200, 67, 7)  # three quarters are new
+    assert (given.num_new, given.num_old, given.num_steps) == (200, 32, 7)
     small = make(tiny_target, drafter, prompts[:200], prompts[200:], replace(settings, steps=None, budget=0.0001))
     assert small.num_new + small.num_old <= 200
     large = make(tiny_target, drafter, prompts[:200], prompts[200:], replace(settings, steps=None, budget=10.0))
-    assert (large.num_new, large.num_old) == (200, 67)
-    assert large.num_steps == training.MOST_EPOCHS * 267 // training.recipe_of("medusa", tiny_target).data.batch_size
+    assert (large.num_new, large.num_old) == (200, 32)
+    assert large.num_steps == training.MOST_EPOCHS * 232 // training.recipe_of("medusa", tiny_target).data.batch_size
