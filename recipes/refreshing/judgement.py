@@ -21,6 +21,11 @@ from draftsmith.inference.measuring.speed import ratio_interval, speedup_of
 from draftsmith.models import Drafter, Target, load_drafter
 
 MARGIN = 0.1  # share of the tokens that drafting brings on old traffic which a challenger may lose, at most
+# How sure it has to be that the challenger is better on the newest traffic. One that is as good does no harm in the
+# champion's place, and a gain that takes more prompts to be shown is lost until they are there: so less is asked than
+# on the old traffic, where a loss would do harm.
+BETTER = 0.8
+NO_WORSE = 0.95
 UNDECIDED = "it is not shown to be better on the newest traffic"
 PLAIN, CHAMPION, CHALLENGER = "none", "champion", "challenger"
 
@@ -39,17 +44,16 @@ class Comparison:
     num_compared: int  # answers of the challenger beside those of plain decoding; 0 where both are sampled apart
     num_divergences: int  # of them, differences that are no near tie
 
-    @property
-    def low(self) -> float:
-        """The difference that is exceeded with 95 % confidence; minus infinity where there are too few prompts.
+    def exceeded(self, confidence: float) -> float:
+        """Return what the difference exceeds with a confidence; minus infinity where there are too few prompts.
 
-        It is asked on which side of a bound the difference lies: of the interval, which leaves 2.5 % on either side,
-        the lower end would leave half as many errors, and twice as many gains unseen.
+        It is asked on which side of a bound the difference lies, so the bound is one-sided. The interval leaves 2.5 %
+        on either side.
         """
         if self.ci95 is None:
             return float("-inf")
         degrees = self.num_prompts - 1
-        one_sided = float(stdtrit(degrees, 0.95) / stdtrit(degrees, 0.975))  # of half the interval
+        one_sided = float(stdtrit(degrees, confidence) / stdtrit(degrees, 0.975))  # of half the interval
         return self.difference - one_sided * (self.difference - self.ci95[0])
 
     @property
@@ -71,9 +75,9 @@ class Judgement:
         """Why the challenger is not promoted, in words; None where it is."""
         if self.new.num_divergences + (self.old.num_divergences if self.old else 0):
             return "its output is not the target's: a bug, please report it"
-        if self.old and self.old.low < -MARGIN * (self.old.champion - 1):
+        if self.old and self.old.exceeded(NO_WORSE) < -MARGIN * (self.old.champion - 1):
             return f"it may lose more than {MARGIN:.0%} of what drafting brings on the old traffic"
-        return UNDECIDED if self.new.low <= 0 else None
+        return UNDECIDED if self.new.exceeded(BETTER) <= 0 else None
 
     @property
     def is_undecided(self) -> bool:
