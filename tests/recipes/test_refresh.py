@@ -338,7 +338,8 @@ def test_gains_too_small_to_show_add_up(
     settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A challenger that looked better is trained on from, until it is shown to be better, or worse."""
-    starts, judged = [], [comparison(-0.2, 0.25), comparison(-0.15, 0.2), comparison(-0.3, 0.1), comparison(-0.3, 0.1)]
+    worse = comparison(-0.3, 0.1)
+    starts, judged = [], [comparison(-0.12, 0.28), comparison(-0.11, 0.25), worse, worse]
     own = refresh.train
 
     def noted(config: Any) -> Path:
