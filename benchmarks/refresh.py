@@ -8,15 +8,14 @@ trained on functions alone. Then it is left as it is, trained on the newest log 
 the same steps in each round and the same recipe. After each round all decode fresh prompts of its traffic. Beside them
 stands a second naive drafter, whose batches come in another order: what it differs by from the first one is noise.
 
-A seed draws the prompts, and the first drafter's weights. FOLDER keeps what each seed came to: seeds may be run by
-several processes, and the same command with all of them prints the tables and draws the plot.
+A seed draws the prompts, and the first drafter's weights. FOLDER keeps all: give the same command again to go on. Seeds
+may be run by several processes, and the command with all of them prints the tables and draws the plot.
 """
 
 import argparse
 import ast
 import json
 import random
-import shutil
 import string
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -39,6 +38,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, paired_difference, total_of
 from draftsmith.inference.measuring.environment import device_name, git_commit
 from draftsmith.models import Target, load_drafter
+from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import RefreshSettings
 from draftsmith.recipes.evaluation.inputs import load_target
@@ -70,6 +70,7 @@ ROUNDS: list[Shares] = [
 ]
 KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 96
 ARMS, OTHERS = ("refreshed", "left", "naive", "again"), ("left", "naive")  # again: naive, by other batches
+OUTCOMES = "outcomes.json"
 FIRST_PROMPTS, FIRST_STEPS = 800, 60  # of the drafter that serves at first
 LONGEST = 240  # characters of a prompt
 SITE = Path(torch.__file__).parents[1]
@@ -182,22 +183,23 @@ class Simulation:
         ).stats.requests
 
     def run(self) -> list["Outcome"]:
-        """Return what came of each round."""
-        users, chances, outcomes = Users(self.seed), random.Random(self.seed), []
+        """Return what came of each round. Each is written when it is over, so that an ended simulation goes on."""
+        users, chances, outcomes = Users(self.seed), random.Random(self.seed), read_outcomes(self.folder)
         naive = again = first = self.first_drafter(users.ask({"functions": 1.0}, FIRST_PROMPTS))
         for number, shares in enumerate(ROUNDS, 1):
             log = self.folder / "logs" / f"{number}.jsonl"
             asked = users.ask(shares, self.num_prompts)
             write_prompts(log, garbage(len(asked), chances) if number == POISONED else asked)
-            refreshed = self.refresh(log, first)
             naive, again = (self.naive(before, log, number, run_seed) for run_seed, before in enumerate((naive, again)))
             tested = users.ask(shares, NUM_TESTED)
-            checkpoint_of = dict(zip(ARMS, (refreshed, first, naive, again), strict=True))
-            stats = {arm: self.measure(checkpoint, tested) for arm, checkpoint in checkpoint_of.items()}
-            newest = read_state(self.folder / "refreshed").rounds[-1]
-            said = [newest.look.reason] if newest.look else []
-            outcomes.append(Outcome(stats, " -> ".join([*said, newest.outcome or ""])))
-            print(row(number, outcomes[-1]), flush=True)
+            if number > len(outcomes):
+                checkpoint_of = dict(zip(ARMS, (self.refresh(log, first), first, naive, again), strict=True))
+                stats = {arm: self.measure(checkpoint, tested) for arm, checkpoint in checkpoint_of.items()}
+                newest = read_state(self.folder / "refreshed").rounds[-1]
+                said = [newest.look.reason] if newest.look else []
+                outcomes.append(Outcome(stats, " -> ".join([*said, newest.outcome or ""])))
+                write_whole(self.folder / OUTCOMES, json.dumps(list(map(asdict, outcomes))))
+                print(row(number, outcomes[-1]), flush=True)
         return outcomes
 
 
@@ -230,15 +232,12 @@ def pooled(outcomes: list[Outcome]) -> Outcome:
     return Outcome(stats, ", ".join(f"{number} {end}" for end, number in ends.items()))
 
 
-def outcomes_of(simulation: Simulation) -> list[Outcome]:
-    """Return what came of each round of a simulation, which is run where its folder does not hold it."""
-    path = simulation.folder / "outcomes.json"
-    if not path.is_file():
-        shutil.rmtree(simulation.folder, ignore_errors=True)  # what was ended on the way
-        path.write_text(json.dumps(list(map(asdict, simulation.run()))))
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """Return what the folder of a simulation holds."""
+    path = folder / OUTCOMES
     return [
         Outcome({arm: [Stats(**of_prompt) for of_prompt in stats] for arm, stats in row["stats"].items()}, row["said"])
-        for row in json.loads(path.read_text())
+        for row in (json.loads(path.read_text()) if path.is_file() else [])
     ]
 
 
@@ -306,7 +305,7 @@ def main() -> None:
     torch.set_num_threads(1)
     target = load_target(str(EMBEDDED_TARGET), "cpu")
     simulations = [Simulation(args.folder / str(seed), seed, target, args.prompts, args.steps) for seed in args.seeds]
-    by_seed = list(map(outcomes_of, simulations))
+    by_seed = [simulation.run() for simulation in simulations]
     together = [pooled(list(of_round)) for of_round in zip(*by_seed, strict=True)]
     save_plot(args.plot, partial(draw, together), 5.4)
     print(f"\n{device_name(target)}, 1 thread, commit {git_commit()}")
