@@ -69,7 +69,7 @@ ROUNDS: list[Shares] = [
     {"functions": 1.0},
 ]
 KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 96
-ARMS, OTHERS = ("refreshed", "left", "naive", "again"), ("left", "naive")  # again: naive, by other batches
+ARMS, OTHERS = ("refreshed", "left", "naive", "again"), ("left", "naive")  # again: naive, in another order
 OUTCOMES = "outcomes.json"
 FIRST_PROMPTS, FIRST_STEPS = 800, 60  # of the drafter that serves at first
 LONGEST = 240  # characters of a prompt
@@ -218,9 +218,9 @@ class Outcome:
         """The acceptance length of each arm."""
         return {arm: total_of(stats).mean_acceptance_length for arm, stats in self.stats.items()}
 
-    def gain(self, arm: str, of: str = "refreshed") -> tuple[float, float, float]:
-        """Return the gain of an arm, the refresh, over another one, with its 95 % interval over prompts."""
-        found = paired_difference(self.stats[of], self.stats[arm])
+    def gain(self, other: str, arm: str = "refreshed") -> tuple[float, float, float]:
+        """Return the gain of an arm over another one, with its 95 % interval over prompts."""
+        found = paired_difference(self.stats[arm], self.stats[other])
         assert found.ci95
         return found.difference, *found.ci95
 
@@ -257,8 +257,8 @@ def print_table(title: str, outcomes: list[Outcome]) -> None:
 
 def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
     """Print the mean gain over the rounds by seed, its interval over seeds, and how many rounds lie surely below."""
-    for of, arm in (*(("refreshed", other) for other in OTHERS), ("again", "naive")):
-        gains = [[outcome.gain(arm, of) for outcome in outcomes] for outcomes in by_seed]
+    for arm, other in (("refreshed", "left"), ("refreshed", "naive"), ("again", "naive")):
+        gains = [[outcome.gain(other, arm) for outcome in outcomes] for outcomes in by_seed]
         means = [fmean(gain for gain, _, _ in of_seed) for of_seed in gains]
         of_seeds = ", ".join(f"{mean:+.3f}" for mean in means)
         reach = ""
@@ -267,13 +267,8 @@ def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
         together = [gain for of_seed in gains for gain in of_seed]
         below = sum(high < 0 for _, _, high in together)
         above = sum(low > 0 for _, low, _ in together)
-        print(
-            f"{of} over {arm}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}; of {len(together)} rounds",
-            end="",
-        )
-        print(
-            f" {below} intervals below 0 and {above} above; standard deviation {stdev(g for g, _, _ in together):.3f}"
-        )
+        print(f"{arm} over {other}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}")
+        print(f"  of {len(together)} intervals {below} lie below 0 and {above} above")
 
 
 def draw(outcomes: list[Outcome], figure: Figure) -> None:

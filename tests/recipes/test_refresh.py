@@ -599,6 +599,16 @@ def test_a_round_killed_at_any_change_leaves_a_champion_and_goes_on(
     load_drafter(settings.out / "champion", tiny_target)
 
 
+@pytest.mark.parametrize(("num_new", "held_out", "patience"), [(1800, 0, None), (1848, 64, 2)])
+def test_few_held_out_answers_do_not_end_a_training(
+    num_new: int, held_out: int, patience: int | None, tiny_target: Target, tmp_path: Path
+) -> None:
+    """One prompt in 32 is held out, so 2,048 of them give the 64 that tell more than noise."""
+    plan = training.RoundPlan("medusa", num_new, 200, 100, 8)
+    config = training.training_config(plan, tiny_target, tmp_path, tmp_path, "cpu")
+    assert (config.data.held_out_prompts, config.evaluation.patience) == (held_out, patience)
+
+
 def test_the_plan_keeps_to_the_budget(settings: RefreshSettings, tiny_target: Target) -> None:
     """Twice the budget allows no fewer steps; what is given is taken; nothing is learnt by heart."""
     drafter = untrained("medusa", tiny_target)
