@@ -26,7 +26,6 @@ MARGIN = 0.1  # share of the tokens that drafting brings on old traffic which a 
 # on the old traffic, where a loss would do harm.
 BETTER = 0.8
 NO_WORSE = 0.95
-UNDECIDED = "it is not shown to be better on the newest traffic"
 PLAIN, CHAMPION, CHALLENGER = "none", "champion", "challenger"
 
 
@@ -44,8 +43,8 @@ class Comparison:
     num_compared: int  # answers of the challenger beside those of plain decoding; 0 where both are sampled apart
     num_divergences: int  # of them, differences that are no near tie
 
-    def exceeded(self, confidence: float) -> float:
-        """Return what the difference exceeds with a confidence; minus infinity where there are too few prompts.
+    def at_least(self, confidence: float) -> float:
+        """Return what the difference is at least, with a confidence; minus infinity where there are too few prompts.
 
         It is asked on which side of a bound the difference lies, so the bound is one-sided. The interval leaves 2.5 %
         on either side.
@@ -55,6 +54,10 @@ class Comparison:
         degrees = self.num_prompts - 1
         one_sided = float(stdtrit(degrees, confidence) / stdtrit(degrees, 0.975))  # of half the interval
         return self.difference - one_sided * (self.difference - self.ci95[0])
+
+    def at_most(self, confidence: float) -> float:
+        """Return what the difference is at most, with a confidence; infinity where there are too few prompts."""
+        return 2 * self.difference - self.at_least(confidence)
 
     @property
     def text(self) -> str:
@@ -71,24 +74,37 @@ class Judgement:
     old: Comparison | None  # None: there is no older traffic
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether the challenger's output is the target's, on all prompts."""
+        return self.new.num_divergences + (self.old.num_divergences if self.old else 0) == 0
+
+    @property
     def reason_against(self) -> str | None:
         """Why the challenger is not promoted, in words; None where it is."""
-        if self.new.num_divergences + (self.old.num_divergences if self.old else 0):
+        if not self.is_lossless:
             return "its output is not the target's: a bug, please report it"
-        if self.old and self.old.exceeded(NO_WORSE) < -MARGIN * (self.old.champion - 1):
+        if self.old and self.old.at_least(NO_WORSE) < most_lost(self.old):
             return f"it may lose more than {MARGIN:.0%} of what drafting brings on the old traffic"
-        return UNDECIDED if self.new.exceeded(BETTER) <= 0 else None
+        return "it is not shown to be better on the newest traffic" if self.new.at_least(BETTER) <= 0 else None
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the challenger looks better and only more training or more prompts can show it."""
-        return self.reason_against == UNDECIDED and self.new.difference > 0
+        """Whether the challenger is neither promoted nor shown to be worse: training it on may make it better."""
+        if self.reason_against is None or not self.is_lossless:
+            return False
+        loses_old = self.old is not None and self.old.at_most(NO_WORSE) < most_lost(self.old)
+        return self.new.at_most(BETTER) > 0 and not loses_old
 
     @property
     def text(self) -> str:
         """The judgement in words."""
         old = f", on the old {self.old.text}" if self.old else ""
         return f"tokens a round on the newest traffic {self.new.text}{old}"
+
+
+def most_lost(old: Comparison) -> float:
+    """Return the difference on old traffic below which a challenger is not promoted."""
+    return -MARGIN * (old.champion - 1)
 
 
 def compare(

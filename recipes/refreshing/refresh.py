@@ -53,7 +53,8 @@ from draftsmith.train.run_folder.run_folder import best_measured
 
 CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
 DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
-MOST_JUDGED = 128  # prompts of each side, new and old
+MOST_JUDGED = 128  # prompts of the newest round
+MOST_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
 DAY = 86_400.0
 
 
@@ -263,7 +264,8 @@ class Refresh:
             reason = fall_in_history(self.settings.history, reference.time)
         if reason is None and reference.promoted:
             reason = "the traffic has not moved, but the last training paid"
-        if reason is None and reference.judgement and reference.judgement.is_undecided:
+        last = reference.judgement
+        if reason is None and last and last.is_undecided and last.new.difference > 0:
             reason = "the traffic has not moved, but the last challenger looked better"
         return replace(look, trains=reason is not None, reason=reason or "the traffic has not moved")
 
@@ -296,7 +298,7 @@ class Refresh:
         train(training_config(plan, self.target, self.start(), self.folder, self.settings.device))
 
     def start(self) -> Path:
-        """Return the checkpoint to train on from: the champion, or the challenger that looked better than it already.
+        """Return the checkpoint to train on from: the champion, or the last challenger where nothing was decided.
 
         So what one round cannot show adds up over several.
         """
@@ -312,7 +314,7 @@ class Refresh:
         if self.round.judgement is not None:
             return
         challenger = load_drafter(self.challenger(), self.target)
-        old = self.window.earlier_held_out(self.prompts, MOST_JUDGED)
+        old = self.window.earlier_held_out(self.prompts, MOST_OLD_JUDGED)
         new = self.beside_champion(challenger, self.newest_held_out())
         judgement = Judgement(new, self.beside_champion(challenger, old) if len(old) >= FEWEST else None)
         self.update(replace(self.round, judgement=judgement))

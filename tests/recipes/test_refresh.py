@@ -204,6 +204,23 @@ def test_only_what_is_better_there_and_no_worse_before_is_promoted(
     assert (found is None) if reason is None else reason in str(found)
 
 
+@pytest.mark.parametrize(
+    ("new", "old", "undecided"),
+    [
+        (comparison(-0.2, 0.4), None, True),
+        (comparison(-0.5, 0.2), None, False),  # 80 % lie below the middle and 0.42 of half the interval
+        (comparison(-0.5, 0.21), None, True),
+        (comparison(0.1, 0.2), None, False),  # it is promoted
+        (comparison(0.1, 0.2), comparison(-0.25, 0.05), True),  # kept back, but it may have lost little
+        (comparison(0.1, 0.2), comparison(-0.25, -0.1), False),
+        (comparison(-0.2, 0.4, divergences=1), None, False),
+        (replace(comparison(-0.2, 0.1), ci95=None), None, True),
+    ],
+)
+def test_what_is_not_shown_to_be_worse_is_trained_on(new: Comparison, old: Comparison | None, undecided: bool) -> None:
+    assert Judgement(new, old).is_undecided == undecided
+
+
 def test_a_drafter_beside_itself_differs_in_nothing(tiny_target: Target) -> None:
     drafter = untrained("medusa", tiny_target)
     prompts = PromptSet("p", [tiny_target.encode(f"strike {i}") for i in range(6)])
@@ -337,7 +354,10 @@ def test_traffic_that_stays_is_not_trained_on(
 def test_gains_too_small_to_show_add_up(
     settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A challenger that looked better is trained on from, until it is shown to be better, or worse."""
+    """A challenger is trained on from, until it is shown to be better, or worse.
+
+    The fourth round does not train: the third challenger was worse.
+    """
     worse = comparison(-0.3, 0.1)
     starts, judged = [], [comparison(-0.12, 0.28), comparison(-0.11, 0.25), worse, worse]
     own = refresh.train
@@ -353,6 +373,26 @@ def test_gains_too_small_to_show_add_up(
         run(settings)
     assert [str(start) for start in starts] == ["champions/0", "challengers/1", "challengers/2"]
     assert not list((settings.out / "challengers").iterdir())
+
+
+def test_a_challenger_that_does_not_look_better_waits_for_traffic_that_moves(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refresh, "compare", lambda *_: comparison(-0.25, 0.2))
+    starts: list[str] = []
+    own = refresh.train
+
+    def noted(config: Any) -> Path:
+        starts.append(str(Path(config.init_from).relative_to(settings.out)))
+        return own(config)
+
+    monkeypatch.setattr(refresh, "train", noted)
+    run(settings)
+    write_rows(tmp_path / "log.jsonl", 90, 180)
+    run(settings)
+    write_rows(tmp_path / "log.jsonl", 180, 270, "mail")
+    run(settings)
+    assert starts == ["champions/0", "challengers/1"]
 
 
 def test_a_round_of_garbage_is_refused_and_forgotten(
