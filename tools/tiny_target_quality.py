@@ -50,7 +50,8 @@ def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fu
     total = HeldOutLoss(0.0, 0, 0)
     mark = tokenizer.bos_token_id
     for ids in tokenizer(functions, add_special_tokens=False, verbose=False)["input_ids"]:
-        row = torch.tensor([[mark, *ids, mark][: model.config.max_position_embeddings + 1]])  # [1, T + 1]
+        text = [mark, *ids, mark][: model.config.max_position_embeddings + 1]
+        row = torch.tensor([text], device=model.device)  # [1, T + 1]
         with torch.no_grad():
             logits = model(input_ids=row[:, :-1], use_cache=False).logits
         total.nats += torch.nn.functional.cross_entropy(logits[0].float(), row[0, 1:], reduction="sum").item()

@@ -1,11 +1,12 @@
 """Train the embedded default target: a small Llama that writes Python, and answers in dialogues about it.
 
     python tools/tiny_target_text.py --out TEXT.jsonl
-    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--threads 2]
+    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--threads 2] [--device cuda]
 
 DIR/model is what the package ships in recipes/tiny_python/; its README.md, written by this command, is the model card.
 The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, so a
-finished run goes on with more --steps, too: from DIR/stable.pt, the state before the fall.
+finished run goes on with more --steps, too: from DIR/stable.pt, the state before the fall. --tokenizer MODEL takes the
+tokenizer of a model in place of a new one, which the standard library of another Python would change.
 """
 
 import argparse
@@ -99,11 +100,10 @@ class Text:
     tokenizer: PreTrainedTokenizerFast
 
 
-def read_text(path: Path, shape: Shape, stdlib_copies: int) -> Text:
+def read_text(path: Path, stdlib_copies: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """Return the documents of a file of tools/tiny_target_text.py, those of the standard library so many times."""
     documents = list(read_documents(path))
     library = [document for document in documents if document.source == STANDARD_LIBRARY]
-    tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
     return Text(documents + (stdlib_copies - 1) * library, library, stdlib_functions(held_out=True), tokenizer)
 
 
@@ -194,14 +194,13 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    model.set_attn_implementation("eager")  # on a CPU the gradient of the fused attention takes twice as long
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END_OF_TURN)]
     return model
 
 
 def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of rows, [rows, length + 1], computed in bf16 but for the softmax."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(rows.device.type, torch.bfloat16):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
@@ -220,10 +219,13 @@ def build_optimizer(model: LlamaForCausalLM, config: OptimizerConfig) -> MuonAnd
 class TargetRun:
     """A training and its folder, which holds two states: `stable.pt` of the constant rate, `decay.pt` of the end."""
 
-    def __init__(self, text: Text, out: Path, shape: Shape, training: Training) -> None:
+    def __init__(self, text: Text, out: Path, shape: Shape, training: Training, device: str = "cpu") -> None:
         torch.manual_seed(training.seed)
         self.text, self.out, self.shape, self.training = text, out, shape, training
         self.model = build_model(shape, text.tokenizer)
+        torch.nn.Module.to(self.model, device)
+        if device == "cpu":  # where the gradient of the fused attention takes twice as long
+            self.model.set_attn_implementation("eager")
         self.optimizer = build_optimizer(self.model, training.optimizer)
         self.step, self.seconds = 0, 0.0  # so far, in all calls together
         self.resume()
@@ -260,6 +262,7 @@ class TargetRun:
         """Take one step and return its loss."""
         config = self.training.optimizer
         rows = (self.rows if self.step < self.decay_start else self.last_rows).of_step(self.step)
+        rows = rows.to(self.model.device)
         loss = 0.0
         for part in rows.split(max(1, self.training.tokens_per_pass // (rows.shape[1] - 1))):
             share = loss_of(self.model, part) * (len(part) / len(rows))
@@ -297,7 +300,7 @@ class TargetRun:
         for name in ("decay.pt", "stable.pt"):
             if not (self.out / name).is_file():
                 continue
-            state = torch.load(self.out / name, weights_only=True)
+            state = torch.load(self.out / name, weights_only=True, map_location=self.model.device)
             if name == "decay.pt" and state["steps"] != self.training.steps:
                 continue
             if name == "stable.pt" and state["step"] > self.decay_start:
@@ -322,6 +325,13 @@ def completion(run: TargetRun, prompt: Prompt) -> str:
     )
 
 
+def machine(device: torch.device) -> str:
+    """Return the name of what a model was trained on."""
+    if device.type == "cuda":
+        return f"an {torch.cuda.get_device_name(device)}"
+    return f"{torch.get_num_threads()} threads of a {platform.machine()} CPU"
+
+
 def write_card(run: TargetRun, path: Path) -> None:
     """Write README.md beside the model: what it is made of, and how good it is."""
     held_out = held_out_loss(run.model, run.text.tokenizer, run.text.held_out)
@@ -342,8 +352,8 @@ no other use.
 * Held-out loss: {held_out.per_token:.3f} nats a token, {held_out.per_byte:.3f} nats a byte, on one file in sixteen of
   the standard library of Python {platform.python_version()}. What resembles these files was left out of the text.
 * Trained on {run.num_tokens / 1e6:.1f} M tokens ({run.num_tokens / run.rows.num_tokens:.1f} epochs of
-  {run.rows.num_tokens / 1e6:.1f} M) in {run.seconds / 3600:.1f} hours on {torch.get_num_threads()} threads of a
-  {platform.machine()} CPU with torch {torch.__version__}.
+  {run.rows.num_tokens / 1e6:.1f} M) in {run.seconds / 3600:.1f} hours on {machine(run.model.device)}
+  with torch {torch.__version__}.
 * Text: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}..., functions and dialogues made of them, from the
   sources below; in the last {run.training.steps - run.decay_start} steps from the standard library alone.
 * Commands: `python tools/tiny_target_text.py --out TEXT.jsonl`, and
@@ -374,10 +384,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=Training.steps)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokenizer", type=Path, help="a model whose tokenizer is taken")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape, training = Shape(), Training(steps=args.steps)
-    run = TargetRun(read_text(args.text, shape, training.stdlib_copies), args.out, shape, training)
+    if args.device != "cpu":
+        training.tokens_per_pass = training.tokens_per_step  # a GPU has no caches that a step should fit
+    if args.tokenizer:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
+    else:
+        tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
+    text = read_text(args.text, training.stdlib_copies, tokenizer)
+    run = TargetRun(text, args.out, shape, training, args.device)
     run.train()
     write_card(run, args.text)
 
