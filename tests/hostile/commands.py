@@ -312,8 +312,8 @@ def killed(place: Place) -> Attempt:
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, -signal.SIGKILL), f"exit code {code}: {log.read_text()[-1500:]}"
-        if command == "export" and code == 0:
-            return 0  # given again, it is refused
+        if command == "export" and place.out.exists():
+            return 0  # its folder is written whole or not at all, and given again it is refused
         again = run_quietly(argv)
         assert again == 0, f"the same command again: exit code {again}"
         return again
