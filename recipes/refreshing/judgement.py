@@ -83,7 +83,7 @@ class Judgement:
         """Why the challenger is not promoted, in words; None where it is."""
         if not self.is_lossless:
             return "its output is not the target's: a bug, please report it"
-        if self.old and self.old.at_least(NO_WORSE) < most_lost(self.old):
+        if self.old and self.old.at_least(NO_WORSE) < lowest_allowed(self.old):
             return f"it may lose more than {MARGIN:.0%} of what drafting brings on the old traffic"
         return "it is not shown to be better on the newest traffic" if self.new.at_least(BETTER) <= 0 else None
 
@@ -92,7 +92,7 @@ class Judgement:
         """Whether the challenger is neither promoted nor shown to be worse: training it on may make it better."""
         if self.reason_against is None or not self.is_lossless:
             return False
-        loses_old = self.old is not None and self.old.at_most(NO_WORSE) < most_lost(self.old)
+        loses_old = self.old is not None and self.old.at_most(NO_WORSE) < lowest_allowed(self.old)
         return self.new.at_most(BETTER) > 0 and not loses_old
 
     @property
@@ -102,8 +102,8 @@ class Judgement:
         return f"tokens a round on the newest traffic {self.new.text}{old}"
 
 
-def most_lost(old: Comparison) -> float:
-    """Return the difference on old traffic below which a challenger is not promoted."""
+def lowest_allowed(old: Comparison) -> float:
+    """Return the lowest difference on old traffic with which a challenger is promoted."""
     return -MARGIN * (old.champion - 1)
 
 

@@ -53,7 +53,7 @@ from draftsmith.train.run_folder.run_folder import best_measured
 
 CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
 DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
-MOST_JUDGED = 128  # prompts of the newest round
+MOST_JUDGED = 128  # prompts of one round
 MOST_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
 DAY = 86_400.0
 

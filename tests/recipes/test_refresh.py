@@ -351,34 +351,8 @@ def test_traffic_that_stays_is_not_trained_on(
     assert open_round.look.reason.startswith("the shares of domains moved by 100%")
 
 
-def test_gains_too_small_to_show_add_up(
-    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A challenger is trained on from, until it is shown to be better, or worse.
-
-    The fourth round does not train: the third challenger was worse.
-    """
-    worse = comparison(-0.3, 0.1)
-    starts, judged = [], [comparison(-0.12, 0.28), comparison(-0.11, 0.25), worse, worse]
-    own = refresh.train
-
-    def noted(config: Any) -> Path:
-        starts.append(Path(config.init_from).relative_to(settings.out))
-        return own(config)
-
-    monkeypatch.setattr(refresh, "train", noted)
-    for number, found in enumerate(judged):
-        monkeypatch.setattr(refresh, "compare", lambda *_, found=found: found)
-        write_rows(tmp_path / "log.jsonl", 90 * number + 90, 90 * number + 180)
-        run(settings)
-    assert [str(start) for start in starts] == ["champions/0", "challengers/1", "challengers/2"]
-    assert not list((settings.out / "challengers").iterdir())
-
-
-def test_a_challenger_that_does_not_look_better_waits_for_traffic_that_moves(
-    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refresh, "compare", lambda *_: comparison(-0.25, 0.2))
+def noted_starts(settings: RefreshSettings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each training from now on adds the checkpoint that it starts from."""
     starts: list[str] = []
     own = refresh.train
 
@@ -387,6 +361,32 @@ def test_a_challenger_that_does_not_look_better_waits_for_traffic_that_moves(
         return own(config)
 
     monkeypatch.setattr(refresh, "train", noted)
+    return starts
+
+
+def test_gains_too_small_to_show_add_up(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A challenger is trained on from, until it is shown to be better, or worse.
+
+    The fourth round does not train: the third challenger was worse.
+    """
+    worse = comparison(-0.3, 0.1)
+    judged = [comparison(-0.12, 0.28), comparison(-0.11, 0.25), worse, worse]
+    starts = noted_starts(settings, monkeypatch)
+    for number, found in enumerate(judged):
+        monkeypatch.setattr(refresh, "compare", lambda *_, found=found: found)
+        write_rows(tmp_path / "log.jsonl", 90 * number + 90, 90 * number + 180)
+        run(settings)
+    assert starts == ["champions/0", "challengers/1", "challengers/2"]
+    assert not list((settings.out / "challengers").iterdir())
+
+
+def test_a_challenger_that_does_not_look_better_waits_for_traffic_that_moves(
+    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refresh, "compare", lambda *_: comparison(-0.25, 0.2))
+    starts = noted_starts(settings, monkeypatch)
     run(settings)
     write_rows(tmp_path / "log.jsonl", 90, 180)
     run(settings)
