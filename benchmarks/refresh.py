@@ -296,7 +296,7 @@ def draw(outcomes: list[Outcome], figure: Figure) -> None:
     for axes, text in ((above, "Tokens a round"), (below, "Gain of the refresh")):
         axes.axvline(POISONED, linestyle=":", color="grey", linewidth=1)
         axes.set_ylabel(text)
-        axes.legend()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(ARMS))
     below.axhline(0, color="grey", linewidth=1)
     below.set_xlabel("Round (dotted: its log is garbage)")
 
