@@ -46,11 +46,17 @@ Contents = dict[str, bytes | Path | None]  # by path: of a file its bytes, of a 
 
 
 def contents(folder: Path) -> Contents:
-    """Return everything below a folder, folders before what is in them."""
+    """Return everything below a folder, folders before what is in them.
+
+    It is read again where another thread, such as one that writes a checkpoint, has moved something meanwhile.
+    """
     found: Contents = {}
-    for path in sorted(folder.rglob("*")):
-        content = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
-        found[str(path.relative_to(folder))] = content
+    try:
+        for path in sorted(folder.rglob("*")):
+            content = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+            found[str(path.relative_to(folder))] = content
+    except FileNotFoundError:
+        return contents(folder)
     return found
 
 
