@@ -17,8 +17,8 @@ from draftsmith.data.http import Server
 from draftsmith.data.processes import locked
 from draftsmith.data.progress import notice, warn
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import encode_prompts
-from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
+from draftsmith.data.prompts.splits import Split, write_prompts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, total_of
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, pick_prompts
@@ -34,7 +34,7 @@ from draftsmith.recipes.refreshing.folders import copy_checkpoint, keep_only
 from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
 from draftsmith.recipes.refreshing.page import refresh_page
 from draftsmith.recipes.refreshing.state import RefreshState, Round, read_state, write_state
-from draftsmith.recipes.refreshing.traffic import clean, read_new
+from draftsmith.recipes.refreshing.traffic import MOST_JUDGED, clean, read_new
 from draftsmith.recipes.refreshing.traffic_shift import (
     Look,
     Survival,
@@ -53,8 +53,7 @@ from draftsmith.train.run_folder.run_folder import best_measured
 
 CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
 DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
-MOST_JUDGED = 128  # prompts of one round
-MOST_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
+NUM_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
 DAY = 86_400.0
 
 
@@ -229,7 +228,7 @@ class Refresh:
         """Ask whether the traffic moved, or how much acceptance a new target left, and decide whether to train."""
         if self.round.look is not None:
             return
-        newest = self.acceptance_on(self.newest_held_out())
+        newest = self.acceptance_on(self.judging(self.prompts))
         look = Look(total_of(newest).mean_acceptance_length)
         reference = self.state.last_trained or self.first_kept()
         if self.target_is_new:
@@ -252,7 +251,7 @@ class Refresh:
         """Return the look with the tests of the newest traffic beside that of an earlier round, and the decision."""
         assert reference.prompts is not None
         new, old = self.window.domains(self.prompts), self.window.domains(reference.prompts)
-        earlier = self.acceptance_on(pick_prompts(self.window.held_out(reference.prompts), MOST_JUDGED))
+        earlier = self.acceptance_on(self.judging(reference.prompts))
         look = replace(
             look,
             domains_p_value=domains_p_value(new, old),
@@ -276,14 +275,17 @@ class Refresh:
             return None
         if before.prompts is None or before.prompts not in self.window.numbers():
             return None
-        now = self.acceptance_on(pick_prompts(self.window.held_out(before.prompts), MOST_JUDGED))
+        now = self.acceptance_on(self.judging(before.prompts))
         return Survival(before.acceptance, total_of(now).mean_acceptance_length)
 
     def train(self) -> None:
-        """Let the target answer new and older prompts, and train the challenger on the answers."""
+        """Let the target answer new and older prompts, and train the challenger on the answers.
+
+        Prompts that judged in earlier rounds are new to it, but for those that go on to judge the old traffic.
+        """
         if self.round.judgement is not None:
             return
-        new = self.window.training(self.prompts)
+        new = [*self.window.training(self.prompts), *self.earlier_held_out().train]
         old = self.window.earlier_training(self.prompts, len(new) + MOST_JUDGED)
         if self.round.plan is None:
             timed = load_drafter(self.champions.path(self.round.champion), self.target)
@@ -294,6 +296,7 @@ class Refresh:
         chosen = self.folder / "prompts.jsonl"
         if not chosen.is_file():  # later there may be fewer older ones
             write_prompts(chosen, [*pick_prompts(new, plan.num_new), *old[: plan.num_old]])
+        self.window.train_on(read_prompts(chosen))
         prepare(self.target, str(chosen), self.folder / "samples", plan.answers)
         train(training_config(plan, self.target, self.start(), self.folder, self.settings.device))
 
@@ -314,8 +317,8 @@ class Refresh:
         if self.round.judgement is not None:
             return
         challenger = load_drafter(self.challenger(), self.target)
-        old = self.window.earlier_held_out(self.prompts, MOST_OLD_JUDGED)
-        new = self.beside_champion(challenger, self.newest_held_out())
+        old = pick_prompts(self.earlier_held_out().held_out, NUM_OLD_JUDGED)
+        new = self.beside_champion(challenger, self.judging(self.prompts))
         judgement = Judgement(new, self.beside_champion(challenger, old) if len(old) >= FEWEST else None)
         self.update(replace(self.round, judgement=judgement))
         self.console.print(judgement.text)
@@ -372,9 +375,13 @@ class Refresh:
             repeats=1,
         )
 
-    def newest_held_out(self) -> list[Prompt]:
-        """Return the prompts that judge: held-out ones of the newest traffic."""
-        return pick_prompts(self.window.held_out(self.prompts), MOST_JUDGED)
+    def judging(self, number: int) -> list[Prompt]:
+        """Return held-out prompts of a round, by which its traffic is judged."""
+        return pick_prompts(self.window.held_out(number), MOST_JUDGED)
+
+    def earlier_held_out(self) -> Split:
+        """Return the held-out prompts of earlier rounds: those that judge on the old traffic, and those to train on."""
+        return self.window.earlier_held_out(self.prompts, NUM_OLD_JUDGED)
 
     def acceptance_on(self, prompts: list[Prompt]) -> list[Stats]:
         """Return the champion's counters on each prompt."""

@@ -13,7 +13,7 @@ from draftsmith.data.bad_rows import BadRows
 from draftsmith.data.progress import notice
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
-from draftsmith.data.prompts.splits import Split, deduplicate, prompt_hash, split_prompts
+from draftsmith.data.prompts.splits import Split, deduplicate, opening_hash, prompt_hash, split_prompts
 from draftsmith.inference.measuring.measure import pick_prompts
 from draftsmith.models import Target
 from draftsmith.models.batch import Batch
@@ -35,6 +35,7 @@ READ_TOKENS = 512  # of a prompt, by which noise is told
 ROWS = 16  # of prompts that are read at once
 MOST_NOISE = 0.5  # share of a round's prompts; of more, the others are not trusted either
 MOST_PROMPTS = 4096  # of a round
+MOST_JUDGED = 128  # about so many of them are held out at most: more tell no smaller gains that would matter
 ANY_SHARE = 1.0  # of rows may give no prompt, such as a last line that is still being written
 
 
@@ -106,7 +107,7 @@ def read_traffic(source: str) -> list[Prompt]:
 
 
 def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: bool) -> tuple[Split, TrafficCounts]:
-    """Return new prompts divided by their beginnings alone, so that a prompt is on one side in all rounds; with counts.
+    """Return new prompts divided by their beginnings, so that those that begin alike are on one side; with counts.
 
     Left out are prompts that equal others, have more than `longest` tokens, or are noise; of many, some are drawn.
     Nothing is left of a round that is mostly noise, or too small to be judged on. Raises `UserError` where there are
@@ -132,7 +133,8 @@ def clean(prompts: list[Prompt], target: Target, longest: int, keeps_personal: b
     )
     if len(kept) < 2 * FEWEST or counts.is_noise:
         return Split([], []), counts
-    split = split_prompts(kept, HELD_OUT_SHARE)
+    num_openings = len(set(map(opening_hash, kept)))
+    split = split_prompts(kept, min(HELD_OUT_SHARE, MOST_JUDGED / num_openings))
     if len(split.held_out) < FEWEST:
         return Split([], []), counts
     return split, replace(
