@@ -3,15 +3,16 @@
     python benchmarks/eagle3_training.py --speculators PYTHON [--steps N]      PYTHON: of an environment that has it
     python benchmarks/eagle3_training.py --table                               ours alone, by length and unroll
 
-Forward, backward and fused AdamW step of a drafter on given target features, every slot trained, forward KL, fp32, on
-one thread, whose own CPU time is taken: other programs on the machine disturb that least. Each side has a process of
-its own, and they take single steps in turns, so that both meet the same moments of the machine: the median of the
-ratios of neighbouring steps is what compares. Peak memory is what a step adds to the memory of a process in which
-model, state of the optimiser and data stand, and free memory was given back. speculators runs its CPU path: SDPA
-attention and eager losses, for its fused ones need a GPU. It keeps the drafter's head as it is, the target's rows,
-which EAGLE-3's authors train: both sides are measured either way. It compares within the draft vocabulary alone; ours
-makes the target's whole distribution, for its acceptance. All tokens of the text are in the draft vocabulary, for ours
-leaves out chains that leave it, which would be an advantage that depends on the text.
+Forward, backward and fused AdamW step of a drafter on given target features, every slot trained, forward KL, fp32 or
+with `--precision bf16` under autocast on both sides, on one thread, whose own CPU time is taken: other programs on the
+machine disturb that least. Each side has a process of its own, and they take single steps in turns, so that both meet
+the same moments of the machine: the median of the ratios of neighbouring steps is what compares. Peak memory is what a
+step adds to the memory of a process in which model, state of the optimiser and data stand, and free memory was given
+back. speculators runs its CPU path: SDPA attention and eager losses, for its fused ones need a GPU. It keeps the
+drafter's head as it is, the target's rows, which EAGLE-3's authors train: both sides are measured either way. It
+compares within the draft vocabulary alone; ours makes the target's whole distribution, for its acceptance. All tokens
+of the text are in the draft vocabulary, for ours leaves out chains that leave it, which would be an advantage that
+depends on the text.
 """
 
 import argparse
@@ -57,7 +58,9 @@ def layer_config(hidden: int, vocab: int, num_layers: int) -> LlamaConfig:
     )
 
 
-def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int) -> Callable[[], None]:
+def our_step(
+    precision: str, hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int
+) -> Callable[[], None]:
     from draftsmith.models import Target
     from draftsmith.models.batch import Batch
     from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
@@ -75,18 +78,25 @@ def our_step(hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int
     features = Features(torch.randn(1, length, hidden), torch.randn(1, length, 3 * hidden))
 
     def step() -> None:
-        total, count = drafter.loss(batch, features)["loss"]
-        (total / count).backward()
-        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            total, count = drafter.loss(batch, features)["loss"]
+            (total / count).backward()
+            optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
 def their_step(
-    target: LlamaConfig, draft_vocab: int, length: int, unroll: int, head: int, device: str = "cpu"
+    target: LlamaConfig,
+    draft_vocab: int,
+    length: int,
+    unroll: int,
+    head: int,
+    device: str = "cpu",
+    precision: str = "bf16",
 ) -> Callable[[], None]:
-    """Return a training step of speculators: on a GPU compiled, with flex attention, under autocast to bf16."""
+    """Return a training step of speculators: on a GPU compiled, with flex attention."""
     on_gpu, hidden, vocab = device == "cuda", target.hidden_size, target.vocab_size
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -125,7 +135,7 @@ def their_step(
 
     def step() -> None:
         loss_mask = torch.ones(1, length - 1, dtype=torch.bool, device=device)  # it writes into it
-        with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
             _, loss, _ = drafter(
                 **inputs, loss_mask=loss_mask, ttt_steps=unroll, ttt_step_loss_decay=0.8, loss_config=losses
             )
@@ -151,15 +161,16 @@ def memory_of(step: Callable[[], None]) -> float:
     return mebibytes("VmHWM") - before
 
 
-def serve_steps(side: str, shape: tuple[int, ...]) -> None:
+def serve_steps(side: str, shape: tuple[int, ...], precision: str) -> None:
     """Print the MiB that a step adds, then for each line that is read take a step and print its CPU seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if side == "ours":
-        step = our_step(*shape)
+        step = our_step(precision, *shape)
     else:
         hidden, vocab, draft_vocab, length, unroll, head = shape
-        step = their_step(layer_config(hidden, vocab, NUM_LAYERS), draft_vocab, length, unroll, head)
+        config = layer_config(hidden, vocab, NUM_LAYERS)
+        step = their_step(config, draft_vocab, length, unroll, head, precision=precision)
     for _ in range(WARM_UP):
         step()
     print("memory", memory_of(step), flush=True)
@@ -172,8 +183,8 @@ def serve_steps(side: str, shape: tuple[int, ...]) -> None:
 class Side:
     """A process that takes steps when it is told to."""
 
-    def __init__(self, python: str, side: str, shape: tuple[int, ...]) -> None:
-        command = [python, __file__, "--serve", side, *map(str, shape)]
+    def __init__(self, python: str, side: str, shape: tuple[int, ...], precision: str) -> None:
+        command = [python, __file__, "--precision", precision, "--serve", side, *map(str, shape)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             command,
@@ -197,8 +208,8 @@ class Side:
 
 
 @contextmanager
-def side_of(python: str, side: str, shape: tuple[int, ...]) -> Iterator[Side]:
-    worker = Side(python, side, shape)
+def side_of(python: str, side: str, shape: tuple[int, ...], precision: str) -> Iterator[Side]:
+    worker = Side(python, side, shape, precision)
     try:
         yield worker
     finally:
@@ -206,11 +217,14 @@ def side_of(python: str, side: str, shape: tuple[int, ...]) -> Iterator[Side]:
         worker.process.wait()
 
 
-def compare(python: str, steps: int) -> None:
+def compare(python: str, steps: int, precision: str) -> None:
     print("hidden, vocabulary, draft vocabulary, length, unroll, head trained:")
     print("ratio of neighbouring steps, its quartiles; tokens per CPU second, ours and (theirs); MiB of a step")
     for shape in COMPARED:
-        with side_of(sys.executable, "ours", shape) as ours, side_of(python, "theirs", shape) as theirs:
+        with (
+            side_of(sys.executable, "ours", shape, precision) as ours,
+            side_of(python, "theirs", shape, precision) as theirs,
+        ):
             pairs = [(ours.step(), theirs.step()) for _ in range(steps)]
             memory = f"{ours.mebibytes:.0f} ({theirs.mebibytes:.0f}) MiB"
         low, middle, high = statistics.quantiles([other / own for own, other in pairs], n=4)
@@ -219,10 +233,10 @@ def compare(python: str, steps: int) -> None:
         print(" ".join(map(str, shape)), "-", found, flush=True)
 
 
-def table() -> None:
+def table(precision: str) -> None:
     print("hidden 256, vocabulary 8192, draft vocabulary 4096: tokens/CPU s, MiB of a step")
     for length, unroll in itertools.product((256, 512, 1024, 2048), (1, 3, 5, 7)):
-        with side_of(sys.executable, "ours", (256, 8192, 4096, length, unroll, 1)) as ours:
+        with side_of(sys.executable, "ours", (256, 8192, 4096, length, unroll, 1), precision) as ours:
             speed = length / statistics.median(ours.step() for _ in range(STEPS_OF_TABLE))
         found = f"{speed:7.0f} tokens/CPU s {ours.mebibytes:6.0f} MiB"
         print(f"length {length:5} unroll {unroll}: {found}", flush=True)
@@ -233,20 +247,21 @@ def main() -> None:
     parser.add_argument("--speculators", metavar="PYTHON")
     parser.add_argument("--steps", type=int, default=15, help="of each side")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of matrix products, both sides")
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)  # one side in this process
     arguments = parser.parse_args()
     if arguments.serve:
         side, *shape = arguments.serve
-        serve_steps(side, tuple(int(value) for value in shape))
+        serve_steps(side, tuple(int(value) for value in shape), arguments.precision)
         return
     from draftsmith.inference.measuring.environment import git_commit
 
     machine = platform.processor() or platform.machine()
-    print(f"{machine}, one thread, torch {torch.__version__}, commit {git_commit()}", flush=True)
+    print(f"{machine}, one thread, {arguments.precision}, torch {torch.__version__}, commit {git_commit()}", flush=True)
     if arguments.speculators:
-        compare(arguments.speculators, arguments.steps)
+        compare(arguments.speculators, arguments.steps, arguments.precision)
     if arguments.table:
-        table()
+        table(arguments.precision)
 
 
 if __name__ == "__main__":

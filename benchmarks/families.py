@@ -38,6 +38,7 @@ from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Evaluation, Result
 from draftsmith.inference.measuring.spans import Span
 from draftsmith.models import DRAFTERS, Target, save_drafter
+from draftsmith.models.devices import training_precision
 from draftsmith.models.sampling.trees import DDTree
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
@@ -139,9 +140,12 @@ def seconds_a_step(config: TrainConfig, target: Target) -> float:
         drafter.progress = max(0, step - 2) / num_timed  # on which the length of an unroll may depend
         for rows in plan.micro_batches(step, 0, 1):
             batch = plan.collate(rows)
-            total, count = drafter(batch, target.features(batch, drafter.layer_ids))["loss"]
-            (total / count).backward()
-        optimizer.step()
+            features = target.features(batch, drafter.layer_ids)
+            with training_precision(target.device, config.run.precision):
+                total, count = drafter(batch, features)["loss"]
+                (total / count).backward()
+        with training_precision(target.device, config.run.precision):
+            optimizer.step()
         optimizer.zero_grad()
     return (time.process_time() - start) / num_timed
 

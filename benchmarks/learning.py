@@ -27,6 +27,7 @@ from draftsmith.inference.replay.replay import Recording, expected_stats, record
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
+from draftsmith.models.devices import training_precision
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain
 from draftsmith.models.target.target import Features
@@ -96,11 +97,12 @@ def fit(drafter: Drafter, steps: list[Step], config: OptimizerConfig) -> Drafter
     optimizer = optimizer_of(drafter, config)
     for step, (batch, features) in enumerate(steps):
         drafter.progress = step / len(steps)
-        total, count = drafter.loss(batch, features)["loss"]
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.max_gradient_norm)
         set_learning_rate(optimizer, learning_rate(step, len(steps), config))
-        optimizer.step()
+        with training_precision(batch.token_ids.device, None):
+            total, count = drafter.loss(batch, features)["loss"]
+            (total / count).backward()
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.max_gradient_norm)
+            optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()
 

@@ -30,6 +30,7 @@ from draftsmith.data.prompts.prompts import encode_prompts
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions, stdlib_groups
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
+from draftsmith.models.devices import training_precision
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import write_whole
 from draftsmith.train.config import OptimizerConfig
@@ -199,8 +200,8 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
 
 
 def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of rows, [rows, length + 1], computed in bf16 but for the softmax."""
-    with torch.autocast(rows.device.type, torch.bfloat16):
+    """Return the mean cross-entropy of rows, [rows, length + 1], computed in bf16 where that is fast."""
+    with training_precision(rows.device, None):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
@@ -270,7 +271,8 @@ class TargetRun:
             loss += share.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
         set_learning_rate(self.optimizer, learning_rate(self.step, self.training.steps, config))
-        self.optimizer.step()
+        with training_precision(self.model.device, None):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         return loss

@@ -27,6 +27,7 @@ from train_tiny_target import Shape, StepRows, Training, loss_of, tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
+from draftsmith.models.devices import training_precision
 
 TINY = 1e-6
 PROMPTS = 10_000  # documents whose beginnings are prompts
@@ -89,7 +90,7 @@ def repeated(texts: Tensor, is_answer: Tensor) -> Tensor:
 
 def unlikelihood(model: PreTrainedModel, texts: Tensor, prompt_mask: Tensor, unwanted: Tensor) -> Tensor:
     """Return the mean of -log(1 - p) over unwanted tokens [B, T]; 0 where there are none."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with training_precision(texts.device, None):
         positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
         logits = model(texts, attention_mask=prompt_mask, position_ids=positions, use_cache=False).logits
     chances = logits[:, :-1].float().softmax(-1).gather(2, texts[:, 1:, None])[..., 0]

@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field
 
 from draftsmith.data.answers.changed_settings import flatten
+from draftsmith.models.devices import Precision
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS, DrafterConfig
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import (
@@ -142,6 +143,7 @@ class RunConfig:
     keep_checkpoints: Count | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: Seconds = 1800.0  # that a process waits for the others before it gives up
     stuck_after: Seconds = 300.0  # at one place, after which a process says where it is
+    precision: Precision | None = None  # of matrix products; None: bf16 where the device multiplies it faster
     compile: bool = False  # the loss, on a CPU: faster steps after some seconds of compiling
     profile: bool = False  # write a trace of a few steps into profile/
 

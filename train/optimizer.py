@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
+from draftsmith.models.layers import as_computed
 from draftsmith.train.config import OptimizerConfig
 
 # Of the quintic polynomial that brings all singular values near 1, as in `torch.optim.Muon`.
@@ -17,10 +18,9 @@ SHARE_OF_ADAMW = 0.2  # root mean square of AdamW's usual step (arXiv 2502.16982
 
 
 class Muon(torch.optim.Optimizer):
-    """The steps of `torch.optim.Muon`, of AdamW's size, with matrix products in fp32 on a CPU.
+    """The steps of `torch.optim.Muon`, of AdamW's size, with matrix products in the precision of the training.
 
-    There torch's products in bf16 take four times as long: on one thread, they took more of a step of the
-    quickstart's EAGLE-3 than the loss and its gradient. On a GPU products are in bf16, as in torch.
+    torch's are in bf16 on any device. On CPUs without instructions for it they take four times as long as in fp32.
     """
 
     def __init__(self, matrices: list[torch.nn.Parameter], weight_decay: float, rate_factor: float = 1.0) -> None:
@@ -60,8 +60,9 @@ def directions(updates: list[Tensor]) -> list[Tensor]:
     found = []
     for owner, update in enumerate(updates):
         whole = update.full_tensor() if isinstance(update, DTensor) else update
-        own = orthogonal(whole, product_dtype(whole)).contiguous() if owner == rank else None
-        found.append(torch.empty(whole.shape, dtype=product_dtype(whole), device=whole.device) if own is None else own)
+        own = orthogonal(whole).contiguous() if owner == rank else None
+        dtype = as_computed(whole[:0]).dtype
+        found.append(torch.empty(whole.shape, dtype=dtype, device=whole.device) if own is None else own)
     for owner, direction in enumerate(found):
         if num_ranks > 1:
             distributed.broadcast(direction, owner)
@@ -75,15 +76,10 @@ def laid_out_as(update: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
 
 
-def product_dtype(matrix: Tensor) -> torch.dtype:
-    """Return in what type a matrix's direction is computed fastest."""
-    return torch.bfloat16 if matrix.is_cuda else torch.float32
-
-
-def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """Return U V^T of a matrix U S V^T [m, n], roughly: its singular values lie between 0.5 and 1.5."""
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T  # [rows, columns], rows <= columns
-    wide = wide.to(dtype)
+    wide = as_computed(wide)
     wide = wide / wide.norm().clamp(min=1e-7)
     first, third, fifth = POLYNOMIAL
     for _ in range(POLYNOMIAL_STEPS):

@@ -27,12 +27,13 @@ from draftsmith.data.samples.folder import read_chat, read_samples
 from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
+from draftsmith.models.devices import Precision, training_precision
 from draftsmith.models.errors import UserError
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.hardware.layouts import IN_PIECES, layout_of, make_accelerator
+from draftsmith.train.hardware.layouts import IN_PIECES, layout_of, make_accelerator, precision_of
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.inputs.features import check_images, load_target, open_store
@@ -55,6 +56,11 @@ class Setup:
     store: StoredFeatures | None
     prompts: PromptSet | None
     on_policy: OnPolicy | None
+    precision: Precision | None  # None: by the device
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of the drafter's loss, of its gradient and of the optimiser's step."""
+        return training_precision(self.accelerator.device, self.precision)
 
 
 def set_up(config: TrainConfig) -> Setup:
@@ -99,7 +105,8 @@ def set_up(config: TrainConfig) -> Setup:
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
-    return Setup(accelerator, teams, target, drafter, plan, store, prompts, on_policy)
+    precision = precision_of(config, accelerator)
+    return Setup(accelerator, teams, target, drafter, plan, store, prompts, on_policy, precision)
 
 
 def check_writes_alone(layout: str) -> None:

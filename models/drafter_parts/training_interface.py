@@ -134,7 +134,7 @@ class TrainedDrafter(nn.Module):
         chain_loss.total, losses = divergence_over_depths(
             depths,
             features.last_hidden.flatten(0, 1),
-            self.target.logits,
+            self.target.head,
             self.divergence(),
             self.draft_to_target(),
             self.compile_loss,

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -49,7 +48,14 @@ from draftsmith.models.drafter_parts.vocabulary import (
     too_large,
 )
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import RMSNorm, checkpoint_tensors, made_anew, rotary_table, shift_left
+from draftsmith.models.layers import (
+    RMSNorm,
+    checkpoint_tensors,
+    fused_attention,
+    made_anew,
+    rotary_table,
+    shift_left,
+)
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.losses.position_weights import chances_of, d_pace
 from draftsmith.models.sampling.trees import WORD, Shape, pack
@@ -173,7 +179,7 @@ class DFlash(Drafter):
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """The head that makes logits [..., Vd] of normed outputs [..., H] of the last layer."""
-        return self.target.logits if self.lm_head is None else self.lm_head
+        return self.target.head if self.lm_head is None else self.lm_head
 
     @property
     def corrector(self) -> SlotCorrector | None:
@@ -269,7 +275,7 @@ class DFlash(Drafter):
         def attend(query: Tensor, text: KeysValues, own: KeysValues, window: int | None) -> Tensor:
             key, value = (torch.cat(pair, 2) for pair in zip(text, own, strict=True))
             mask = seen_in_layers(window)
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            return fused_attention(query, key, value, mask)
 
         for layer, of_text in zip(self.block_layers(), text, strict=True):
             query, *own = layer.project(hidden, rotary, places)

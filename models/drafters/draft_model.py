@@ -145,7 +145,7 @@ class DraftModel(Drafter):
             marked_rows(hidden, counted),
             self.head,
             marked_rows(features.last_hidden, counted),
-            self.target.logits,
+            self.target.head,
             self.config.divergence,
             compiled=self.compile_loss,
         )

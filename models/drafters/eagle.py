@@ -100,7 +100,7 @@ class Eagle(Drafter):
         features_read = self.with_noise(features.last_hidden)  # all members draw that of the whole batch
         guesses = layer.run(drafting.part.of(features_read))
         for k, (guess, (rows, teachers)) in enumerate(zip(guesses, counted, strict=True)):
-            yield Depth(guess[rows], self.target.logits, teachers, self.config.step_decay**k)
+            yield Depth(guess[rows], self.target.head, teachers, self.config.step_decay**k)
 
     def with_noise(self, features: Tensor) -> Tensor:
         """Return features [B, T, H] as training reads them: with noise, because in drafting the layer reads guesses.

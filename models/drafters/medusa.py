@@ -121,7 +121,7 @@ class Medusa(Drafter):
             counted = shift_left(batch.on_host.loss_mask, 1)
             now, before = marked_rows(read, counted), marked_rows(features.last_hidden, counted)
             kept = divergence_over_rows(
-                now, self.target.logits, before, self.target.logits, "forward_kl", compiled=self.compile_loss
+                now, self.target.head, before, self.target.head, "forward_kl", compiled=self.compile_loss
             )
             total, count = sums["loss"]
             sums["loss"] = (total + self.config.distillation_weight * kept.loss, count)

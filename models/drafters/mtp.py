@@ -150,7 +150,7 @@ class Mtp(Drafter):
         drafting, counted = drafting_slots(chain_loss, batch, depth)
         outputs = self.unroll(batch, self.states(features).flatten(0, 1), drafting, depth)
         for k, (hidden, (rows, teachers)) in enumerate(zip(outputs, counted, strict=True)):
-            yield Depth(self.last_norm(hidden[rows]), self.target.logits, teachers, self.config.step_decay**k)
+            yield Depth(self.last_norm(hidden[rows]), self.target.head, teachers, self.config.step_decay**k)
 
     def unroll(self, batch: Batch, states: Tensor, drafting: DraftingSlots, num_steps: int) -> Iterator[Tensor]:
         """Yield the layer's output [R, H] at each step of the drafting slots, from states [S, H].

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftsmith.models.batch import Batch, send
 from draftsmith.models.drafter_configs import PEagleConfig
@@ -26,7 +25,14 @@ from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import mask_token_of
 from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
 from draftsmith.models.errors import UserError
-from draftsmith.models.layers import checkpoint_tensors, gather_columns, made_anew, rotary_table, shift_left
+from draftsmith.models.layers import (
+    checkpoint_tensors,
+    fused_attention,
+    gather_columns,
+    made_anew,
+    rotary_table,
+    shift_left,
+)
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.attention import slot_attention
@@ -319,7 +325,7 @@ class SeenByMaskSlots:
             key, value = (torch.cat([of_text, x[:, :, keys]], 2) for of_text, x in zip(text, own[1:], strict=True))
             mask = self.seen(*slices) if self.mask is None else self.mask
             query = own[0][:, :, queries]
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            return fused_attention(query, key, value, mask)
 
         attended = [made_anew(part, queries) if self.mask is None else part(queries) for queries in self.parts]
         return torch.cat(attended or [own[0]], 2).transpose(1, 2)

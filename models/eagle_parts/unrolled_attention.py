@@ -113,8 +113,11 @@ class UnrolledSteps:
 def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], slots: DraftingSlots) -> Tensor:
     """Return attention of query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step [R, Nkv, D].
 
-    On a CPU, and on a GPU that has it, by flash attention, else plainly.
+    On a CPU, and on a GPU that has it, by flash attention, else plainly. On a CPU it is in fp32: its gradient in bf16
+    takes five times as long there.
     """
+    if query.device.type == "cpu":
+        query, text, *own = query.float(), *((key.float(), value.float()) for key, value in (text, *own))
     if query.is_cuda and (not slots.spans or not has_flash_attention(query)):
         return plain_unrolled_attention(query, text, own, slots.spans)
     return _UnrolledAttention.apply(slots, query, *text, *[tensor for pair in own for tensor in pair])

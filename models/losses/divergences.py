@@ -115,11 +115,14 @@ def rows_of_block(logits: Tensor) -> int:
 def largest(logits: Tensor) -> Tensor:
     """Return the place of the largest logit of each row [R], the first of equal ones.
 
-    torch's own `argmax` is many times slower on a CPU than its `amax`, which finds the group of logits first.
+    torch's own `argmax` is many times slower on a CPU than its `amax`, which finds the group of logits first. Groups
+    overlap where the vocabulary is no multiple of their number.
     """
-    groups = logits.unflatten(1, (math.gcd(logits.shape[1], GROUPS), -1))
+    width = logits.shape[1]
+    number = min(GROUPS, width)
+    groups = logits.unfold(1, width - (number - 1) * (width // number), width // number)  # [R, number, logits of one]
     group = groups.amax(2).argmax(1)
-    return groups[torch.arange(len(group)), group].argmax(1) + group * groups.shape[2]
+    return groups[torch.arange(len(group)), group].argmax(1) + group * (width // number)
 
 
 @cache

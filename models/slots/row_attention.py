@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.models.kernels import has_flash_attention
-from draftsmith.models.layers import as_computed, made_anew
+from draftsmith.models.layers import as_computed, fused_attention, made_anew
 
 MOST_PAIRS = 1 << 28  # of a query and a key that a mask holds at once: 256 MiB of bool
 MOST_SCORES = 1 << 28  # of a query, a key and a head that exist at once: 1 GiB of fp32
@@ -84,9 +84,7 @@ def attend_in_rows(
     """
     unfused = softcap is not None or sinks is not None
     if sight.is_causal and not unfused:
-        output = F.scaled_dot_product_attention(
-            query, key, widened(value, key), is_causal=True, scale=scale, enable_gqa=True
-        )
+        output = fused_attention(query, key, widened(value, key), scale=scale, is_causal=True)
         return output[..., : value.shape[-1]].transpose(1, 2)
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     narrow = value.shape[-1] <= key.shape[-1]
@@ -152,9 +150,7 @@ def widened(value: Tensor, key: Tensor) -> Tensor:
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return attention [B, C, Hq, Dv] by a mask, bool [B or 1, 1, C, M]."""
-    attended = F.scaled_dot_product_attention(
-        query, key, widened(value, key), attn_mask=mask, scale=scale, enable_gqa=True
-    )
+    attended = fused_attention(query, key, widened(value, key), mask, scale)
     return attended[..., : value.shape[-1]].transpose(1, 2)
 
 

@@ -37,7 +37,7 @@ from draftsmith.models.target.loading import (
     whole_of,
 )
 from draftsmith.models.target.pieces import load_by_first, processes_of_pieces, put_in_pieces, sent
-from draftsmith.models.target.scaled_head import scaled_logits
+from draftsmith.models.target.scaled_head import scaled_head
 from draftsmith.models.target.support import carries_states, check_decodes_exactly, check_trained, read_decoded
 from draftsmith.models.target.target_files import (
     read_config,
@@ -126,6 +126,7 @@ class Target:
         self.quantisation: str | None = None  # in which its files hold the weights that were unpacked
         self.text_config = (full.config if full else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
+        self.head = scaled_head(model)  # what makes logits: the same module where nothing is scaled
         self.embedding: nn.Module = model.get_input_embeddings()
         self._lock = threading.RLock()
         self._full = full
@@ -298,7 +299,7 @@ class Target:
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """Return the target's head with its family's scaling: [..., H] -> [..., V]."""
-        return scaled_logits(self.head_module(last_hidden), self.text_config)
+        return cast(Tensor, self.head(last_hidden))
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -208,10 +208,10 @@ def time_step(config: TrainConfig, drafter: Drafter, target: Target, samples: li
         features = target.features(batch, drafter.layer_ids)
         features.last_hidden.sum().item()  # waits for a GPU
         middle = time.perf_counter()
-        with training_precision(target.device):
+        with training_precision(target.device, config.run.precision):
             total, count = drafter(batch, features)["loss"]
             (total / count).backward()
-        optimizer.step()
+            optimizer.step()
         optimizer.zero_grad()
         total.item()
         times.append((middle - start, time.perf_counter() - middle))

@@ -81,7 +81,7 @@ def test_a_step_is_timed_in_the_precision_that_it_is_trained_in(
     make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On hardware that computes in bf16 the target's features are in bf16, and the drafter's weights in fp32."""
-    monkeypatch.setattr(devices, "default_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)
     target = Target.from_pretrained(make_target_dir(), "cpu", torch.bfloat16)
     recipe = RECIPES["quickstart_eagle3"]()
     samples = [Sample([5, 6, 7, 8], [Span(1, 4)]) for _ in range(3)]

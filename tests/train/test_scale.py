@@ -133,7 +133,7 @@ def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
     config = RECIPES[f"quickstart_{kind}"]()
     config.drafter = config.drafter.for_overfitting()  # in which all steps are alike
     config.data.batch_size, config.data.tokens_per_micro_batch, config.run.steps = rows, rows * length, 1
-    target = Target(LlamaForCausalLM(SHAPE), None, "random")
+    target = Target(LlamaForCausalLM(SHAPE).requires_grad_(False), None, "random")
     drafter = DRAFTERS[kind].from_target(config.drafter, target).train()
     token_ids = torch.randint(3, target.vocab_size, (rows, length))
     batch = Batch(token_ids, torch.arange(length).expand(rows, -1) > 0)

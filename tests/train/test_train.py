@@ -9,17 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from reports import result, write_results
 from runs import arguments, base_of, final_weights, make_config, of_the_run, write_held_out
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.data.samples.sample import loss_mask
-from draftsmith.models import DRAFTERS, Target
+from draftsmith.models import DRAFTERS, Target, devices
+from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.divergences import compiled_compare
 from draftsmith.models.storage.reading import read_yaml
@@ -27,7 +32,9 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluation.evaluate import log_evaluation
+from draftsmith.train.hardware.layouts import precision_of
 from draftsmith.train.inputs.features import feature_source
+from draftsmith.train.optimizer import Muon
 from draftsmith.train.process.stages import STAGES, Stages
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, checkpoints
 from draftsmith.train.run_folder.run_folder import best_checkpoint, link_best
@@ -113,6 +120,61 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
     for apart, packed in zip(curves[False], curves[True], strict=True):
         assert packed["loss"] == pytest.approx(apart["loss"], abs=1e-5)
         assert packed["gradient_norm"] == pytest.approx(apart["gradient_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_fast", "in_bf16"),
+    [(None, True, True), (None, False, False), ("bf16", False, True), ("fp32", True, False)],
+)
+def test_products_are_in_the_precision_asked_for_or_else_the_fastest(
+    precision: str | None,
+    is_fast: bool,
+    in_bf16: bool,
+    base: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the whole step: of the loss, of its gradient, and of Muon. The target's and the weights stay fp32."""
+    found: dict[str, set[torch.dtype]] = {"loss": set(), "gradient": set(), "optimiser": set()}
+
+    class Products(TorchDispatchMode):
+        def __init__(self, part: str) -> None:
+            super().__init__()
+            self.part = part
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                found[self.part].add(result.dtype)
+            return result
+
+    def within(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with Products(part):
+                return call(*args, **kwargs)
+
+        return recorded
+
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: is_fast)
+    monkeypatch.setattr(Eagle3, "forward", within("loss", Eagle3.forward))
+    monkeypatch.setattr(Accelerator, "backward", within("gradient", Accelerator.backward))
+    monkeypatch.setattr(Muon, "step", within("optimiser", Muon.step))
+    run = train(
+        make_config("eagle3", base, tmp_path, optimizer={"matrices": "muon"}, run={"steps": 1, "precision": precision})
+    )
+    assert found == dict.fromkeys(found, {torch.bfloat16 if in_bf16 else torch.float32})
+    assert {weight.dtype for weight in final_weights(run).values() if weight.is_floating_point()} == {torch.float32}
+
+
+def test_deepspeed_on_a_cpu_computes_in_fp32_and_says_so(base: dict[str, Any], tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type, before = DistributedType.DEEPSPEED, accelerator.state.distributed_type
+    try:
+        assert precision_of(make_config("eagle3", base, tmp_path), accelerator) == "fp32"
+        with pytest.raises(UserError, match="DeepSpeed computes in fp32 on a CPU"):
+            precision_of(make_config("eagle3", base, tmp_path, run={"precision": "bf16"}), accelerator)
+    finally:
+        accelerator.state.distributed_type = before
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")

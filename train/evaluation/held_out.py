@@ -44,10 +44,11 @@ class HeldOutSamples:
         plan: BatchPlan,
         source: FeatureSource,
         stages: Stages,
+        autocast: torch.autocast,
     ) -> None:
-        """`model` is the drafter as the accelerator has prepared it."""
+        """`model` is the drafter as the accelerator has prepared it, `autocast` the context of its loss."""
         self.accelerator, self.teams, self.model = accelerator, teams, model
-        self.plan, self.source, self.stages = plan, source, stages
+        self.plan, self.source, self.stages, self.autocast = plan, source, stages, autocast
         self.micro_batches = plan.held_out_batches()
 
     @torch.no_grad()
@@ -62,8 +63,9 @@ class HeldOutSamples:
             # all processes pass through layers in pieces together: a team without a share reads the last one, uncounted
             micro_batch = self.micro_batches[min(number, len(self.micro_batches) - 1)]
             batch = self.plan.collate(micro_batch).to(accelerator.device)
-            with accelerator.autocast():
-                found = self.model(batch, self.source(micro_batch, batch))
+            features = self.source(micro_batch, batch)
+            with self.autocast:
+                found = self.model(batch, features)
             if number < len(self.micro_batches):
                 pairs = (found["loss"], found["simulated_acceptance_length"])
                 sums += torch.stack([torch.stack([value.double() for value in pair]) for pair in pairs])

@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
-from draftsmith.models.devices import default_dtype, pick_device
+from draftsmith.models.devices import Precision, pick_device, trains_in_bf16
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.train.config import TrainConfig
 
@@ -29,6 +29,7 @@ IN_PIECES = ("FSDP2", "ZeRO-3")  # layouts of the drafter's weights, which proce
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
     device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
+    on_gpu = device.type == "cuda"
     sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
     if sharded == "DEEPSPEED" and config.optimizer.matrices == "muon":
         raise UserError(
@@ -37,8 +38,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         )
     try:
         accelerator = Accelerator(
-            mixed_precision="bf16" if default_dtype(device) == torch.bfloat16 else "no",
-            cpu=device.type == "cpu" and not sharded,  # with it accelerate would forget that it was asked to shard
+            mixed_precision="bf16" if on_gpu and trains_in_bf16(device, config.run.precision) else "no",
+            cpu=not on_gpu and not sharded,  # with it accelerate would forget that it was asked to shard
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout))],
         )
     except (ValueError, ImportError) as error:  # of variables that it reads
@@ -75,6 +76,18 @@ def layout_of(accelerator: Accelerator) -> str:
     if accelerator.distributed_type == DistributedType.FSDP:
         return "FSDP2"
     return "DDP" if accelerator.num_processes > 1 else "one process"
+
+
+def precision_of(config: TrainConfig, accelerator: Accelerator) -> Precision | None:
+    """Return what `run.precision` asks for. DeepSpeed computes in fp32 on a CPU: `UserError` where it is to be bf16."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED or accelerator.device.type != "cpu":
+        return config.run.precision
+    if config.run.precision == "bf16":
+        raise UserError(
+            "run.precision=bf16: DeepSpeed computes in fp32 on a CPU: leave it out, or start with "
+            "recipes/launch/cpu.yaml"
+        )
+    return "fp32"
 
 
 def drafter_share(layout: str, num_devices: int, offloaded: bool = False) -> float:
