@@ -5,7 +5,9 @@
 The embedded target continues functions of the standard library, C++ headers, docstrings and modules of Python, whose
 shares move from round to round. The log of the sixth round is garbage, while users go on as before. A drafter is
 trained on functions alone. Then it is left as it is, trained on the newest log alone in each round, or refreshed, with
-the same steps in each round and the same recipe. After each round all decode fresh prompts of its traffic.
+the same steps in each round and the same recipe. After each round all decode fresh prompts of its traffic. Beside them
+stands a second naive drafter, which does not train on the prompts that the refresh holds out to judge by: what it lacks
+beside the first one is the price of judging.
 
 A seed draws the prompts, and the first drafter's weights. FOLDER keeps all: give the same command again to go on. Seeds
 may be run by several processes, and the command with all of them prints the tables and draws the plot.
@@ -29,9 +31,9 @@ from scipy.special import stdtrit
 
 from draftsmith.data.answers.prepare import PrepareSettings, prepare
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import encode_prompts
+from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
 from draftsmith.data.prompts.sources import read_folder
-from draftsmith.data.prompts.splits import write_prompts
+from draftsmith.data.prompts.splits import prompt_hash, write_prompts
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, paired_difference, total_of
@@ -47,6 +49,7 @@ from draftsmith.recipes.refreshing.champions import Champions
 from draftsmith.recipes.refreshing.refresh import DRAFT_LENGTH, one_round
 from draftsmith.recipes.refreshing.state import read_state
 from draftsmith.recipes.refreshing.training import RoundPlan, training_config
+from draftsmith.recipes.refreshing.window import Window
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
@@ -68,7 +71,7 @@ ROUNDS: list[Shares] = [
     {"functions": 1.0},
 ]
 KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 96
-ARMS, OTHERS = ("refreshed", "left", "naive"), ("left", "naive")
+ARMS, OTHERS = ("refreshed", "left", "naive", "less"), ("left", "naive", "less")  # less: naive, without a fifth
 OUTCOMES = "outcomes.json"
 FIRST_PROMPTS, FIRST_STEPS = 800, 60  # of the drafter that serves at first
 LONGEST = 240  # characters of a prompt
@@ -150,6 +153,13 @@ class Simulation:
         config.data.held_out_prompts, config.evaluation.patience = 0, None
         return self.trained(config, prompts)
 
+    def without_held_out(self, log: Path, number: int) -> Path:
+        """Return the file of a log's prompts but for those that the refresh held out in that round."""
+        window, path = Window(self.folder / "refreshed" / "prompts"), log.with_suffix(".less.jsonl")
+        held_out = set(map(prompt_hash, window.held_out(number))) if number in window.numbers() else set()
+        write_prompts(path, [prompt for prompt in read_prompts(log) if prompt_hash(prompt) not in held_out])
+        return path
+
     def trained(self, config: TrainConfig, prompts: Path) -> Path:
         """Return the last checkpoint of a run on the target's answers to prompts."""
         answers = PrepareSettings(max_new_tokens=NEW_TOKENS, batch_size=2 * BATCH_SIZE)
@@ -183,7 +193,7 @@ class Simulation:
     def run(self) -> list["Outcome"]:
         """Return what came of each round. Each is written when it is over, so that an ended simulation goes on."""
         users, chances, outcomes = Users(self.seed), random.Random(self.seed), read_outcomes(self.folder)
-        naive = first = self.first_drafter(users.ask({"functions": 1.0}, FIRST_PROMPTS))
+        naive = less = first = self.first_drafter(users.ask({"functions": 1.0}, FIRST_PROMPTS))
         for number, shares in enumerate(ROUNDS, 1):
             log = self.folder / "logs" / f"{number}.jsonl"
             asked = users.ask(shares, self.num_prompts)
@@ -191,8 +201,9 @@ class Simulation:
             tested = users.ask(shares, NUM_TESTED)
             refreshed = self.refresh(log, first)
             naive = self.naive(naive, log, self.folder / "naive" / str(number))
+            less = self.naive(less, self.without_held_out(log, number), self.folder / "less" / str(number))
             if number > len(outcomes):
-                checkpoint_of = dict(zip(ARMS, (refreshed, first, naive), strict=True))
+                checkpoint_of = dict(zip(ARMS, (refreshed, first, naive, less), strict=True))
                 stats = {arm: self.measure(checkpoint, tested) for arm, checkpoint in checkpoint_of.items()}
                 newest = read_state(self.folder / "refreshed").rounds[-1]
                 said = [newest.look.reason] if newest.look else []
@@ -217,9 +228,9 @@ class Outcome:
         """The acceptance length of each arm."""
         return {arm: total_of(stats).mean_acceptance_length for arm, stats in self.stats.items()}
 
-    def gain(self, other: str) -> tuple[float, float, float]:
-        """Return the gain of the refresh over another arm, with its 95 % interval over prompts."""
-        found = paired_difference(self.stats["refreshed"], self.stats[other])
+    def gain(self, other: str, arm: str = "refreshed") -> tuple[float, float, float]:
+        """Return the gain of an arm over another one, with its 95 % interval over prompts."""
+        found = paired_difference(self.stats[arm], self.stats[other])
         assert found.ci95
         return found.difference, *found.ci95
 
@@ -249,15 +260,17 @@ def row(number: int, outcome: Outcome) -> str:
 
 def print_table(title: str, outcomes: list[Outcome]) -> None:
     """Print the rounds."""
-    print(f"\n{title}: round; tokens a round of {', '.join(ARMS)}; gain over {' and '.join(OTHERS)}; what was done")
+    print(
+        f"\n{title}: round; tokens a round of {', '.join(ARMS)}; gain over left, naive and less; what the refresh did"
+    )
     for number, outcome in enumerate(outcomes, 1):
         print(row(number, outcome))
 
 
 def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
     """Print the mean gain over the rounds by seed, its interval over seeds, and how many rounds lie surely below."""
-    for other in OTHERS:
-        gains = [[outcome.gain(other) for outcome in outcomes] for outcomes in by_seed]
+    for arm, other in (("refreshed", "left"), ("refreshed", "naive"), ("refreshed", "less"), ("less", "naive")):
+        gains = [[outcome.gain(other, arm) for outcome in outcomes] for outcomes in by_seed]
         means = [fmean(gain for gain, _, _ in of_seed) for of_seed in gains]
         of_seeds = ", ".join(f"{mean:+.3f}" for mean in means)
         reach = ""
@@ -266,7 +279,7 @@ def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
         together = [gain for of_seed in gains for gain in of_seed]
         below = sum(high < 0 for _, _, high in together)
         above = sum(low > 0 for _, low, _ in together)
-        print(f"refreshed over {other}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}")
+        print(f"{arm} over {other}: mean gain {fmean(means):+.3f}{reach}, by seed {of_seeds}")
         print(f"  of {len(together)} intervals {below} lie below 0 and {above} above")
 
 

@@ -17,8 +17,8 @@ from draftsmith.data.http import Server
 from draftsmith.data.processes import locked
 from draftsmith.data.progress import notice, warn
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
-from draftsmith.data.prompts.splits import Split, write_prompts
+from draftsmith.data.prompts.prompts import encode_prompts
+from draftsmith.data.prompts.splits import write_prompts
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats, total_of
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, pick_prompts
@@ -53,7 +53,7 @@ from draftsmith.train.run_folder.run_folder import best_measured
 
 CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
 DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
-NUM_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
+MOST_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
 DAY = 86_400.0
 
 
@@ -279,13 +279,10 @@ class Refresh:
         return Survival(before.acceptance, total_of(now).mean_acceptance_length)
 
     def train(self) -> None:
-        """Let the target answer new and older prompts, and train the challenger on the answers.
-
-        Prompts that judged in earlier rounds are new to it, but for those that go on to judge the old traffic.
-        """
+        """Let the target answer new and older prompts, and train the challenger on the answers."""
         if self.round.judgement is not None:
             return
-        new = [*self.window.training(self.prompts), *self.earlier_held_out().train]
+        new = self.window.training(self.prompts)
         old = self.window.earlier_training(self.prompts, len(new) + MOST_JUDGED)
         if self.round.plan is None:
             timed = load_drafter(self.champions.path(self.round.champion), self.target)
@@ -296,7 +293,6 @@ class Refresh:
         chosen = self.folder / "prompts.jsonl"
         if not chosen.is_file():  # later there may be fewer older ones
             write_prompts(chosen, [*pick_prompts(new, plan.num_new), *old[: plan.num_old]])
-        self.window.train_on(read_prompts(chosen))
         prepare(self.target, str(chosen), self.folder / "samples", plan.answers)
         train(training_config(plan, self.target, self.start(), self.folder, self.settings.device))
 
@@ -317,7 +313,7 @@ class Refresh:
         if self.round.judgement is not None:
             return
         challenger = load_drafter(self.challenger(), self.target)
-        old = pick_prompts(self.earlier_held_out().held_out, NUM_OLD_JUDGED)
+        old = self.window.earlier_held_out(self.prompts, MOST_OLD_JUDGED)
         new = self.beside_champion(challenger, self.judging(self.prompts))
         judgement = Judgement(new, self.beside_champion(challenger, old) if len(old) >= FEWEST else None)
         self.update(replace(self.round, judgement=judgement))
@@ -378,10 +374,6 @@ class Refresh:
     def judging(self, number: int) -> list[Prompt]:
         """Return held-out prompts of a round, by which its traffic is judged."""
         return pick_prompts(self.window.held_out(number), MOST_JUDGED)
-
-    def earlier_held_out(self) -> Split:
-        """Return the held-out prompts of earlier rounds: those that judge on the old traffic, and those to train on."""
-        return self.window.earlier_held_out(self.prompts, NUM_OLD_JUDGED)
 
     def acceptance_on(self, prompts: list[Prompt]) -> list[Stats]:
         """Return the champion's counters on each prompt."""

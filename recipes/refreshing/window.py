@@ -39,42 +39,28 @@ class Window:
         return read_prompts(self.folder / str(number) / TRAINING)
 
     def held_out(self, number: int) -> list[Prompt]:
-        """Return the prompts of a round that were not trained on so far."""
+        """Return the prompts of a round that its training leaves out."""
         return read_prompts(self.folder / str(number) / HELD_OUT)
 
     def earlier_training(self, number: int, most: int) -> list[Prompt]:
-        """Return prompts to train on of the rounds before one, drawn from all of them, without those of it."""
-        own = set(map(prompt_hash, self.training(number)))
+        """Return prompts to train on of the rounds before one, drawn from all of them.
+
+        They are none of its own, and none begins like one that it holds out.
+        """
+        own, judging = set(map(prompt_hash, self.training(number))), set(map(opening_hash, self.held_out(number)))
         earlier = deduplicate([prompt for round in self.before(number) for prompt in self.training(round)])
         others = [prompt for prompt in earlier if prompt_hash(prompt) not in own]
-        return others if len(others) <= most else random.Random(0).sample(others, most)
+        return drawn([prompt for prompt in others if opening_hash(prompt) not in judging], most)
 
-    def earlier_held_out(self, number: int, num_openings: int) -> Split:
-        """Return the held-out prompts of the rounds before one: those that stay so, and those to train on from now on.
+    def earlier_held_out(self, number: int, most: int) -> list[Prompt]:
+        """Return held-out prompts of the rounds before one, drawn from all of them, to judge on the old traffic.
 
-        Those that begin in one of `num_openings` ways stay: the first by hash, of the ways in which no prompt to train
-        on begins. Prompts that begin like held-out ones of the round itself are in neither part.
+        None of them begins like a prompt to train on, of any of these rounds, or like a held-out one of the round.
         """
+        known = [prompt for round in [*self.before(number), number] for prompt in self.training(round)]
+        openings = set(map(opening_hash, [*known, *self.held_out(number)]))
         earlier = deduplicate([prompt for round in self.before(number) for prompt in self.held_out(round)])
-        trained = {opening_hash(prompt) for round in [*self.before(number), number] for prompt in self.training(round)}
-        own = set(map(opening_hash, self.held_out(number)))
-        hashes = set(map(opening_hash, earlier)) - own
-        staying = set(sorted(hashes - trained)[:num_openings])
-        return Split(
-            train=[prompt for prompt in earlier if opening_hash(prompt) in hashes - staying],
-            held_out=[prompt for prompt in earlier if opening_hash(prompt) in staying],
-        )
-
-    def train_on(self, prompts: list[Prompt]) -> None:
-        """Move those of the prompts that were held out, each within its round, to those that may be trained on."""
-        hashes = set(map(prompt_hash, prompts))
-        for number in self.numbers():
-            held_out = self.held_out(number)
-            moved = [prompt for prompt in held_out if prompt_hash(prompt) in hashes]
-            if moved:  # a process that is killed between the two files leaves them in both, and they are moved again
-                write_prompts(self.folder / str(number) / TRAINING, deduplicate([*self.training(number), *moved]))
-                staying = [prompt for prompt in held_out if prompt_hash(prompt) not in hashes]
-                write_prompts(self.folder / str(number) / HELD_OUT, staying)
+        return drawn([prompt for prompt in earlier if opening_hash(prompt) not in openings], most)
 
     def before(self, number: int) -> list[int]:
         """Return the rounds before one whose prompts are kept."""
@@ -83,3 +69,8 @@ class Window:
     def keep_only(self, numbers: Collection[int]) -> None:
         """Delete the prompts of all rounds but these."""
         keep_only(self.folder, numbers)
+
+
+def drawn(prompts: list[Prompt], most: int) -> list[Prompt]:
+    """Return at most so many of the prompts, drawn at random, the same ones each time."""
+    return prompts if len(prompts) <= most else random.Random(0).sample(prompts, most)

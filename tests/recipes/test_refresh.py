@@ -22,13 +22,13 @@ from scipy.stats import hypergeom
 from transformers import LlamaForCausalLM
 
 from draftsmith.data.prompts.prompt_formats import Prompt
-from draftsmith.data.prompts.prompts import encode_prompts, read_prompts
+from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.prompts.sources import read_folder
 from draftsmith.data.prompts.splits import Split
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.models import Drafter, Target, load_drafter, save_drafter
+from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto.traffic import FEWEST
 from draftsmith.recipes.configs.training_settings import RefreshSettings
@@ -43,7 +43,6 @@ from draftsmith.recipes.refreshing.traffic_shift import Look, acceptance_p_value
 from draftsmith.recipes.refreshing.window import Window
 from draftsmith.recipes.watching.history import History
 from draftsmith.recipes.watching.readings import Latency, Reading
-from draftsmith.train import TrainConfig
 from draftsmith.train.engine.vllm_counters import Counters
 
 # --- whether the traffic moved
@@ -334,35 +333,6 @@ def test_rounds_from_a_first_champion_on(
     assert champions.serving == 1
 
 
-def test_what_has_judged_is_trained_on_and_judges_no_more(
-    settings: RefreshSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All text is trained on but for the newest round's held-out prompts and those that judge the old traffic."""
-    judged: list[set[str]] = []
-    taught: set[str] = set()
-
-    def compared(_target: Target, _champion: Drafter, _challenger: Drafter, prompts: PromptSet, _: Any) -> Comparison:
-        judged.append({str(token_ids) for token_ids in prompts.token_ids})
-        return comparison(0.1, 0.2)
-
-    def trained(config: TrainConfig) -> None:
-        rows = read_prompts(Path(config.data.samples).with_name("prompts.jsonl"))
-        taught.update(str(ids) for ids in encode_prompts(rows, target))
-        training_of_its_own(config)
-
-    target, training_of_its_own = refresh.load_target("", "cpu"), refresh.train
-    monkeypatch.setattr(refresh, "compare", compared)
-    monkeypatch.setattr(refresh, "train", trained)
-    monkeypatch.setattr(refresh, "NUM_OLD_JUDGED", 8)
-    for number in range(4):
-        write_rows(tmp_path / "log.jsonl", 90 + 60 * number, 150 + 60 * number)
-        run(settings)
-        assert not set().union(*judged[-2:]) & taught  # the newest, and the old behind them
-    assert [len(old) for old in judged[2::2]] == [8, 8, 8]
-    everything = {str(ids) for ids in encode_prompts(read_prompts(tmp_path / "log.jsonl"), target)}
-    assert everything - taught == judged[-1] | judged[-2]
-
-
 def test_of_many_prompts_no_more_are_held_out_than_judge(tiny_target: Target, tmp_path: Path) -> None:
     """As many are held out as can be used, give or take the chance of hashes; all turns of a conversation together."""
     texts = read_prompts(write_rows(tmp_path / "log.jsonl", 0, 2000))
@@ -372,8 +342,8 @@ def test_of_many_prompts_no_more_are_held_out_than_judge(tiny_target: Target, tm
     assert abs(len(split.held_out) - 128) < 4 * math.sqrt(128)
 
 
-def test_prompts_that_begin_alike_stay_on_one_side(tmp_path: Path) -> None:
-    """What begins like a prompt that is trained on cannot judge the old traffic, and what judges stays together."""
+def test_what_begins_alike_is_not_trained_on_and_judged_by(tmp_path: Path) -> None:
+    """A longer log holds out a smaller share, so a prompt of it may be trained on that a shorter log held out."""
 
     def turns(name: str, number: int) -> list[Prompt]:
         first = [{"role": "user", "content": name}]
@@ -383,14 +353,17 @@ def test_prompts_that_begin_alike_stay_on_one_side(tmp_path: Path) -> None:
     window = Window(tmp_path)
     window.write(1, Split(turns("a", 1), [*turns("b", 3), *turns("c", 2)]))
     window.write(2, Split(turns("d", 1), [*turns("a", 2), *turns("b", 4)[3:]]))
-    window.write(3, Split(turns("e", 1), [*turns("f", 1), *turns("c", 1)]))
-    split = window.earlier_held_out(3, 1)
-    assert [prompt.messages for prompt in split.train] == [prompt.messages for prompt in turns("a", 2)]
-    assert [prompt.messages for prompt in split.held_out] == [prompt.messages for prompt in turns("b", 4)]
-    window.train_on(split.train)
-    assert [prompt.messages for prompt in window.held_out(2)] == [turns("b", 4)[3].messages]
-    assert len(window.training(2)) == 3
-    assert window.earlier_held_out(3, 1) == Split([], split.held_out)
+    window.write(3, Split([*turns("e", 1), *turns("f", 2)[1:]], turns("c", 1)))
+    window.write(4, Split(turns("b", 1), [*turns("g", 1), *turns("f", 1)]))
+    judging = window.earlier_held_out(3, 9)
+    assert [prompt.messages for prompt in judging] == [prompt.messages for prompt in turns("b", 4)]
+    assert len(window.earlier_held_out(3, 2)) == 2
+
+    def openings(prompts: list[Prompt]) -> set[str]:
+        return {str(prompt.messages[0]["content"]) for prompt in prompts if prompt.messages}
+
+    assert openings(window.earlier_held_out(4, 9)) == {"c"}
+    assert openings(window.earlier_training(4, 9)) == {"a", "d", "e"}
 
 
 def test_traffic_that_stays_is_not_trained_on(
@@ -682,14 +655,12 @@ def test_a_round_killed_at_any_change_leaves_a_champion_and_goes_on(
     `pytest -m long` goes on from all.
     """
     always_better(monkeypatch)
-    monkeypatch.setattr(refresh, "NUM_OLD_JUDGED", 4)
     settings = replace(settings, steps=2)
     run(settings)
     write_rows(tmp_path / "log.jsonl", 90, 180)
     with recorded_changes(settings.out) as states:
         run(settings)
     whole = {name for name in contents(settings.out) if not name.endswith(".lock")}
-    prompts = contents(settings.out / "prompts")
     assert len(states) > 60
     for state in states:
         link = state["champion"]
@@ -701,7 +672,6 @@ def test_a_round_killed_at_any_change_leaves_a_champion_and_goes_on(
         assert newest is not None
         assert (newest.number, newest.promoted, Champions(settings.out).serving) == (2, True, 2), number
         assert {name for name in contents(settings.out) if not name.endswith(".lock")} == whole, number
-        assert contents(settings.out / "prompts") == prompts, number
     load_drafter(settings.out / "champion", tiny_target)
 
 
