@@ -17,7 +17,8 @@ from draftsmith.data.prompts.standard_library import function_prompt, stdlib_fun
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.measuring.environment import device_name, git_commit
 from draftsmith.models import DRAFTERS, Target, load_drafter
-from draftsmith.models.devices import Precision, multiplies_bf16
+from draftsmith.models.devices import multiplies_bf16
+from draftsmith.models.ranges import Precision
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.quickstart.budget import time_step, timed_samples
 from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET

@@ -1,12 +1,9 @@
 """The device and the dtype that a target is loaded for."""
 
-from typing import Literal
-
 import torch
 
 from draftsmith.models.errors import UserError, shown
-
-Precision = Literal["bf16", "fp32"]
+from draftsmith.models.ranges import Precision
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -71,6 +71,7 @@ Temperature = Annotated[NonNegative, AfterValidator(_temperature)]
 
 Name = Annotated[str, BeforeValidator(_not_empty), AfterValidator(_path)]  # of the Hub, or a path
 FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_path)]
+Precision = Literal["bf16", "fp32"]  # of matrix products
 
 # Reasons by pydantic's names of errors; the others are told in pydantic's own words.
 REASONS = {

@@ -16,7 +16,6 @@ import yaml
 from pydantic import Field
 
 from draftsmith.data.answers.changed_settings import flatten
-from draftsmith.models.devices import Precision
 from draftsmith.models.drafter_configs import DRAFTER_CONFIGS, DrafterConfig
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import (
@@ -27,6 +26,7 @@ from draftsmith.models.ranges import (
     Natural,
     NonNegative,
     Number,
+    Precision,
     Seed,
     Share,
     Temperature,

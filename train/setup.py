@@ -27,8 +27,9 @@ from draftsmith.data.samples.folder import read_chat, read_samples
 from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
-from draftsmith.models.devices import Precision, training_precision
+from draftsmith.models.devices import training_precision
 from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Precision
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.by_engine import check_swappable

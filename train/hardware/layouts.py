@@ -19,8 +19,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
-from draftsmith.models.devices import Precision, pick_device, trains_in_bf16
+from draftsmith.models.devices import pick_device, trains_in_bf16
 from draftsmith.models.errors import UserError, first_line
+from draftsmith.models.ranges import Precision
 from draftsmith.train.config import TrainConfig
 
 IN_PIECES = ("FSDP2", "ZeRO-3")  # layouts of the drafter's weights, which processes put together for each pass
