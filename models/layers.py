@@ -91,7 +91,7 @@ def fused_attention(
 ) -> Tensor:
     """Return torch's attention [B, Hq, T, D] of query [B, Hq, T, D] over key and value [B, Hkv, M, D].
 
-    Under autocast on a CPU it is in fp32: its gradient in bf16 takes five times as long there.
+    Under autocast on a CPU it is in fp32: its gradient in bf16 takes far longer there.
     """
     in_fp32 = torch.is_autocast_enabled("cpu") and query.device.type == "cpu"
     if in_fp32:

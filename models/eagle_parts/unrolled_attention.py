@@ -114,7 +114,7 @@ def unrolled_attention(query: Tensor, text: KeyValue, own: list[KeyValue], slots
     """Return attention of query [R, N, D] over keys and values of the text [S, Nkv, D] and of each step [R, Nkv, D].
 
     On a CPU, and on a GPU that has it, by flash attention, else plainly. On a CPU it is in fp32: its gradient in bf16
-    takes five times as long there.
+    takes far longer there.
     """
     if query.device.type == "cpu":
         query, text, *own = query.float(), *((key.float(), value.float()) for key, value in (text, *own))

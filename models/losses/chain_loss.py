@@ -241,7 +241,7 @@ class _DepthSums:
     def _product(self, hidden: Tensor, matrix: Tensor) -> Tensor:
         """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H], in memory for all chunks.
 
-        Each row begins at a line of the cache: else a product with 2,051 columns takes almost twice as long.
+        Each row begins at a line of the cache: a product whose rows do not, as with 2,051 columns, takes much longer.
         """
         line = LINE // hidden.element_size()
         width = -(-len(matrix) // line) * line
