@@ -71,7 +71,7 @@ ROUNDS: list[Shares] = [
     {"functions": 1.0},
 ]
 KIND, NEW_TOKENS, BATCH_SIZE, NUM_TESTED = "hydra", 48, 16, 96
-ARMS, OTHERS = ("refreshed", "left", "naive", "less"), ("left", "naive", "less")  # less: naive, without a fifth
+ARMS, OTHERS = ("refreshed", "left", "naive", "less"), ("left", "naive", "less")  # less: naive, without the held-out
 OUTCOMES = "outcomes.json"
 FIRST_PROMPTS, FIRST_STEPS = 800, 60  # of the drafter that serves at first
 LONGEST = 240  # characters of a prompt
@@ -283,6 +283,18 @@ def print_mean_gains(by_seed: list[list[Outcome]]) -> None:
         print(f"  of {len(together)} intervals {below} lie below 0 and {above} above")
 
 
+def print_sharpness(simulations: list[Simulation]) -> None:
+    """Print how many standard errors the challengers' gains are from 0, as judged by expectation and by decoding."""
+    rounds = [round for simulation in simulations for round in read_state(simulation.folder / "refreshed").rounds]
+    judged = [round.judgement.new for round in rounds if round.judgement]
+    for name, lengths in (("expected", [new.expected for new in judged]), ("decoded", [new.decoded for new in judged])):
+        errors = [2 * of.difference / (of.ci95[1] - of.difference) for of in lengths if of.ci95]  # half of it is 2
+        prompts = fmean(of.num_prompts for of in lengths)
+        print(
+            f"{name} gains of {len(errors)} challengers on {prompts:.0f} prompts: {fmean(errors):.1f} standard errors"
+        )
+
+
 def draw(outcomes: list[Outcome], figure: Figure) -> None:
     """Draw tokens a round and gains by round."""
     above, below = figure.subplots(2, 1, sharex=True)
@@ -321,6 +333,7 @@ def main() -> None:
         print_table(f"seed {seed}", outcomes)
     print_table("all seeds", together)
     print_mean_gains(by_seed)
+    print_sharpness(simulations)
 
 
 if __name__ == "__main__":

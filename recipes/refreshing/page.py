@@ -4,7 +4,7 @@ import time
 
 from draftsmith.recipes.pages.rendering import rendered
 from draftsmith.recipes.pages.tables import Cell, Row, Section, interval_text, ratio_text, table_of
-from draftsmith.recipes.refreshing.judgement import Comparison
+from draftsmith.recipes.refreshing.judgement import Lengths
 from draftsmith.recipes.refreshing.state import RefreshState, Round
 
 
@@ -12,7 +12,10 @@ def refresh_page(state: RefreshState, serving: int | None) -> str:
     """Return one page that needs no other file and no network."""
     newest = state.rounds[-1]
     rows = list(map(round_row, reversed(state.rounds)))
-    lead = "The newest round first. Acceptance lengths are those of champion and challenger on held-out prompts."
+    lead = (
+        "The newest round first. Acceptance lengths are those of champion and challenger on held-out prompts: as they "
+        "were decoded, and as expected at temperature 1, by which a gain is judged."
+    )
     table = table_of("", rows, words=("round", "traffic", "looked", "outcome"))
     return rendered(
         "sections_page.html.j2",
@@ -37,8 +40,9 @@ def round_row(round: Round) -> Row:
         "traffic": round.traffic.text,
         "looked": round.look.reason if round.look else "–",
         "steps at most": f"{round.plan.num_steps}" if round.plan else "–",
-        "on the newest": compared(judgement.new if judgement else None),
-        "on the old": compared(judgement.old if judgement else None),
+        "on the newest": compared(judgement.new.decoded if judgement else None),
+        "expected there": compared(judgement.new.expected if judgement else None),
+        "expected on the old": compared(judgement.old.expected if judgement and judgement.old else None),
         "speed beside the champion": ratio_text(judgement.new.speed_ratio, judgement.new.speed_ratio_ci95)
         if judgement
         else "–",
@@ -46,8 +50,8 @@ def round_row(round: Round) -> Row:
     }
 
 
-def compared(comparison: Comparison | None) -> Cell | str:
-    """Return a comparison as a cell: both acceptance lengths, and the interval of the difference below them."""
-    if comparison is None:
+def compared(lengths: Lengths | None) -> Cell | str:
+    """Return a cell with both acceptance lengths, and the interval of the difference below them."""
+    if lengths is None:
         return "–"
-    return Cell(f"{comparison.champion:.2f} → {comparison.challenger:.2f}", interval_text(comparison.ci95))
+    return Cell(f"{lengths.champion:.2f} → {lengths.challenger:.2f}", interval_text(lengths.ci95))

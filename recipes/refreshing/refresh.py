@@ -53,7 +53,6 @@ from draftsmith.train.run_folder.run_folder import best_measured
 
 CHALLENGERS = "challengers"  # folder of the last one, where it may still become better than the champion
 DRAFT_LENGTH = 4  # at which acceptance is measured, as far as a drafter drafts so many
-MOST_OLD_JUDGED = 256  # it takes more of them to show that little is lost than to show that something is gained
 DAY = 86_400.0
 
 
@@ -264,7 +263,7 @@ class Refresh:
         if reason is None and reference.promoted:
             reason = "the traffic has not moved, but the last training paid"
         last = reference.judgement
-        if reason is None and last and last.is_undecided and last.new.difference > 0:
+        if reason is None and last and last.is_undecided and last.new.expected.difference > 0:
             reason = "the traffic has not moved, but the last challenger looked better"
         return replace(look, trains=reason is not None, reason=reason or "the traffic has not moved")
 
@@ -313,7 +312,7 @@ class Refresh:
         if self.round.judgement is not None:
             return
         challenger = load_drafter(self.challenger(), self.target)
-        old = self.window.earlier_held_out(self.prompts, MOST_OLD_JUDGED)
+        old = self.window.earlier_held_out(self.prompts, MOST_JUDGED)
         new = self.beside_champion(challenger, self.judging(self.prompts))
         judgement = Judgement(new, self.beside_champion(challenger, old) if len(old) >= FEWEST else None)
         self.update(replace(self.round, judgement=judgement))
@@ -337,9 +336,9 @@ class Refresh:
         if reason is None and not self.champions.promote(number, self.challenger(), self.round.champion):
             reason = "it was rolled back meanwhile"
         if reason is not None:
-            self.close(f"not promoted: {reason}", judgement.new.champion)
+            self.close(f"not promoted: {reason}", judgement.new.decoded.champion)
             return
-        self.close(f"promoted: champion {self.round.number} serves", judgement.new.challenger, promoted=True)
+        self.close(f"promoted: champion {self.round.number} serves", judgement.new.decoded.challenger, promoted=True)
         swap_into_server(self.settings, self.champions)
 
     def close(self, outcome: str, acceptance: float | None = None, promoted: bool = False) -> None:

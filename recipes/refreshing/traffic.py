@@ -35,7 +35,7 @@ READ_TOKENS = 512  # of a prompt, by which noise is told
 ROWS = 16  # of prompts that are read at once
 MOST_NOISE = 0.5  # share of a round's prompts; of more, the others are not trusted either
 MOST_PROMPTS = 4096  # of a round
-MOST_JUDGED = 128  # about so many of them are held out at most, and all of these judge
+MOST_JUDGED = 64  # about so many of them are held out at most, and all of these judge
 ANY_SHARE = 1.0  # of rows may give no prompt, such as a last line that is still being written
 
 

@@ -13,7 +13,7 @@ from draftsmith.recipes.auto.race import Contender, Rung
 from draftsmith.recipes.auto.score import Score
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import TrafficSummary
-from draftsmith.recipes.refreshing.judgement import Comparison, Judgement
+from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, Lengths
 from draftsmith.recipes.refreshing.page import refresh_page
 from draftsmith.recipes.refreshing.state import RefreshState, Round
 from draftsmith.recipes.refreshing.traffic import TrafficCounts
@@ -79,8 +79,12 @@ def search() -> AutoState:
 
 def rounds() -> list[Round]:
     def comparison(champion: float, challenger: float) -> Comparison:
-        gain = challenger - champion
-        return Comparison(48, champion, challenger, gain, (gain - 0.1, gain + 0.1), 1.2, (1.1, 1.3), 48, 0)
+        def lengths(champion: float, challenger: float, reach: float) -> Lengths:
+            gain = challenger - champion
+            return Lengths(48, champion, challenger, gain, (gain - reach, gain + reach))
+
+        expected = lengths(champion - 0.3, challenger - 0.35, 0.03)
+        return Comparison(expected, lengths(champion, challenger, 0.1), 1.2, (1.1, 1.3), 48, 0)
 
     counts = TrafficCounts(300, 3, 2, 1, 20, 240, 34, {"code": 174, "chat": 100})
     looks = [

@@ -36,7 +36,7 @@ from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET
 from draftsmith.recipes.refreshing import refresh, traffic, traffic_shift, training
 from draftsmith.recipes.refreshing.champions import KEPT, Champions
 from draftsmith.recipes.refreshing.folders import copy_checkpoint
-from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, compare
+from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, Lengths, compare
 from draftsmith.recipes.refreshing.state import Round, read_state
 from draftsmith.recipes.refreshing.traffic import bits_per_byte, clean, read_new
 from draftsmith.recipes.refreshing.traffic_shift import Look, acceptance_p_value, domains_p_value, shift_of, why_moved
@@ -179,9 +179,18 @@ def test_garbage_is_left_out_and_a_round_of_it_refused() -> None:
 # --- judging
 
 
-def comparison(low: float, high: float, divergences: int = 0, champion: float = 2.0) -> Comparison:
+def lengths(low: float, high: float) -> Lengths:
     middle = (low + high) / 2
-    return Comparison(64, champion, champion + middle, middle, (low, high), 1.0, None, 64, divergences)
+    return Lengths(64, 2.0, 2.0 + middle, middle, (low, high))
+
+
+def comparison(low: float, high: float, divergences: int = 0, decoded: tuple[float, float] = (-0.5, 0.5)) -> Comparison:
+    return Comparison(lengths(low, high), lengths(*decoded), 1.0, None, 64, divergences)
+
+
+def unknown(found: Comparison) -> Comparison:
+    """A comparison on too few prompts for an interval."""
+    return replace(found, expected=replace(found.expected, ci95=None))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +206,9 @@ def comparison(low: float, high: float, divergences: int = 0, champion: float = 
         (comparison(0.5, 0.9), comparison(-0.13, 0.1), "may lose more than 10%"),  # as after a round of poison
         (comparison(0.1, 0.2, divergences=1), comparison(0.1, 0.2), "not the target's"),
         (comparison(0.1, 0.2), comparison(0.1, 0.2, divergences=1), "not the target's"),
-        (replace(comparison(0.1, 0.2), ci95=None), None, "not shown to be better"),
+        (unknown(comparison(0.1, 0.2)), None, "not shown to be better"),
+        (comparison(0.1, 0.2, decoded=(-0.21, 0.02)), None, None),  # 95 % lie below -0.095 + 0.096
+        (comparison(0.1, 0.2, decoded=(-0.21, 0.01)), None, "decoding accepts less"),  # -0.1 + 0.092
     ],
 )
 def test_only_what_is_better_there_and_no_worse_before_is_promoted(
@@ -217,7 +228,8 @@ def test_only_what_is_better_there_and_no_worse_before_is_promoted(
         (comparison(0.1, 0.2), comparison(-0.25, 0.05), True),  # kept back, but it may have lost little
         (comparison(0.1, 0.2), comparison(-0.25, -0.1), False),
         (comparison(-0.2, 0.4, divergences=1), None, False),
-        (replace(comparison(-0.2, 0.1), ci95=None), None, True),
+        (unknown(comparison(-0.2, 0.1)), None, True),
+        (comparison(0.1, 0.2, decoded=(-0.21, 0.01)), None, False),
     ],
 )
 def test_what_is_not_shown_to_be_worse_is_trained_on(new: Comparison, old: Comparison | None, undecided: bool) -> None:
@@ -228,7 +240,8 @@ def test_a_drafter_beside_itself_differs_in_nothing(tiny_target: Target) -> None
     drafter = untrained("medusa", tiny_target)
     prompts = PromptSet("p", [tiny_target.encode(f"strike {i}") for i in range(6)])
     found = compare(tiny_target, drafter, drafter, prompts, MeasureSettings(max_new_tokens=12, repeats=1))
-    assert (found.difference, found.ci95) == (0.0, (0.0, 0.0))
+    for of_both in (found.expected, found.decoded):
+        assert (of_both.difference, of_both.ci95) == (0.0, (0.0, 0.0))
     assert (found.num_compared, found.num_divergences) == (6, 0)
 
 
@@ -339,7 +352,7 @@ def test_of_many_prompts_no_more_are_held_out_than_judge(tiny_target: Target, tm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traffic, "NOISE_BITS", math.inf)
         split, _ = clean(texts, tiny_target, 64, True)
-    assert abs(len(split.held_out) - 128) < 4 * math.sqrt(128)
+    assert abs(len(split.held_out) - 64) < 4 * math.sqrt(64)
 
 
 def test_what_begins_alike_is_not_trained_on_and_judged_by(tmp_path: Path) -> None:
