@@ -13,8 +13,8 @@ def refresh_page(state: RefreshState, serving: int | None) -> str:
     newest = state.rounds[-1]
     rows = list(map(round_row, reversed(state.rounds)))
     lead = (
-        "The newest round first. Acceptance lengths are those of champion and challenger on held-out prompts: as they "
-        "were decoded, and as expected at temperature 1, by which a gain is judged."
+        "The newest round first. Acceptance lengths of champion and challenger on held-out prompts, with the 95 % "
+        "interval of the gain: as they were decoded, and as expected at temperature 1, by which a gain is judged."
     )
     table = table_of("", rows, words=("round", "traffic", "looked", "outcome"))
     return rendered(

@@ -612,8 +612,8 @@ def test_two_versions_of_the_embedded_target(tmp_path: Path) -> None:
     assert 0.3 < newest.look.survival.share < 1.1
     assert newest.judgement is not None
     assert newest.judgement.new.num_divergences == 0
-    assert newest.acceptance is not None
-    assert newest.acceptance >= newest.judgement.new.champion
+    expected = newest.judgement.new.expected
+    assert (expected.challenger if newest.promoted else expected.champion) >= expected.champion
 
 
 def test_follow_outlives_a_log_that_cannot_be_read(
