@@ -612,7 +612,8 @@ def test_two_versions_of_the_embedded_target(tmp_path: Path) -> None:
     assert 0.3 < newest.look.survival.share < 1.1
     assert newest.judgement is not None
     assert newest.judgement.new.num_divergences == 0
-    expected = newest.judgement.new.expected
+    expected, decoded = newest.judgement.new.expected, newest.judgement.new.decoded
+    assert newest.acceptance == (decoded.challenger if newest.promoted else decoded.champion)
     assert (expected.challenger if newest.promoted else expected.champion) >= expected.champion
 
 
