@@ -1,12 +1,12 @@
 """Train the embedded default target: a small Llama that writes Python, and answers in dialogues about it.
 
     python tools/tiny_target_text.py --out TEXT.jsonl
-    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--threads 2] [--device cuda]
+    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--start MODEL] [--device cuda]
 
 DIR/model is what the package ships in recipes/tiny_python/; its README.md, written by this command, is the model card.
 The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, so a
-finished run goes on with more --steps, too: from DIR/stable.pt, the state before the fall. --tokenizer MODEL takes the
-tokenizer of a model in place of a new one, which the standard library of another Python would change.
+finished run goes on with more --steps, too: from DIR/stable.pt, the state before the fall. --start MODEL begins with
+the weights and the tokenizer of a model in place of new ones.
 """
 
 import argparse
@@ -85,7 +85,8 @@ class Training:
     )
     minutes_between_saves: float = 5.0
     compiled: bool = True  # layers are compiled, which takes a minute and is faster afterwards
-    seed: int = 0
+    start: str | None = None  # a model whose weights it begins with; None: new ones
+    seed: int = 0  # of new weights, and of the order of documents
 
 
 # --- text
@@ -199,6 +200,13 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     return model
 
 
+def read_model(path: str) -> LlamaForCausalLM:
+    """Return a model that an earlier run wrote, in fp32."""
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
 def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of rows, [rows, length + 1], computed in bf16 where that is fast."""
     with training_precision(rows.device, None):
@@ -223,7 +231,7 @@ class TargetRun:
     def __init__(self, text: Text, out: Path, shape: Shape, training: Training, device: str = "cpu") -> None:
         torch.manual_seed(training.seed)
         self.text, self.out, self.shape, self.training = text, out, shape, training
-        self.model = build_model(shape, text.tokenizer)
+        self.model = build_model(shape, text.tokenizer) if training.start is None else read_model(training.start)
         torch.nn.Module.to(self.model, device)
         if device == "cpu":  # where the gradient of the fused attention takes twice as long
             self.model.set_attn_implementation("eager")
@@ -387,14 +395,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Training.steps)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tokenizer", type=Path, help="a model whose tokenizer is taken")
+    parser.add_argument("--start", help="a model whose weights and tokenizer are taken in place of new ones")
+    parser.add_argument("--seed", type=int, default=Training.seed, help="with --start: one that the model has not seen")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    shape, training = Shape(), Training(steps=args.steps)
+    shape, training = Shape(), Training(steps=args.steps, start=args.start, seed=args.seed)
     if args.device != "cpu":
         training.tokens_per_pass = training.tokens_per_step  # a GPU has no caches that a step should fit
-    if args.tokenizer:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
+    if args.start:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.start)
     else:
         tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
     text = read_text(args.text, training.stdlib_copies, tokenizer)

@@ -1,6 +1,7 @@
 """Champion against challenger: both decode the same held-out prompts in turns, beside plain decoding.
 
-The challenger is promoted where it is better on the newest traffic, not worse on the old, and lossless on both.
+The challenger is promoted where it is expected to be better on the newest traffic, surely not much worse on the old,
+and lossless on both.
 
 By what decoding accepts, a gain is hard to tell from chance. So the gain is judged by expected counters on texts that
 the target writes at temperature 1 (inference/replay): they hold no chance but that of the texts. Decoding itself tells
@@ -28,11 +29,7 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.sampling.sampling import Sampling
 
 MARGIN = 0.1  # share of the tokens that drafting brings on old traffic which a challenger may lose, at most
-# How sure it has to be that the challenger is better on the newest traffic. One that is as good does no harm in the
-# champion's place, and a gain that takes more prompts to be shown is lost until they are there: so less is asked than
-# against a loss, which would do harm.
-BETTER = 0.8
-NO_WORSE = 0.95
+NO_WORSE = 0.95  # the confidence of the bounds on losses
 PLAIN, CHAMPION, CHALLENGER = "none", "champion", "challenger"
 
 
@@ -114,7 +111,9 @@ class Judgement:
             return f"it may lose more than {MARGIN:.0%} of what drafting brings on the old traffic"
         if self.decodes_worse:
             return "decoding accepts less on the newest traffic"
-        return "it is not shown to be better on the newest traffic" if self.new.expected.at_least(BETTER) <= 0 else None
+        # A gain need not be shown with confidence: a challenger that is as good does no harm in the champion's place,
+        # while a gain that is kept back for more prompts is lost until they are there.
+        return None if self.new.expected.difference > 0 else "it is not expected to be better on the newest traffic"
 
     @property
     def is_undecided(self) -> bool:
@@ -122,7 +121,7 @@ class Judgement:
         if self.reason_against is None or not self.is_lossless or self.decodes_worse:
             return False
         loses_old = self.old is not None and self.old.expected.at_most(NO_WORSE) < lowest_allowed(self.old.expected)
-        return self.new.expected.at_most(BETTER) > 0 and not loses_old
+        return self.new.expected.at_most(NO_WORSE) > 0 and not loses_old
 
     @property
     def text(self) -> str:

@@ -262,9 +262,6 @@ class Refresh:
             reason = fall_in_history(self.settings.history, reference.time)
         if reason is None and reference.promoted:
             reason = "the traffic has not moved, but the last training paid"
-        last = reference.judgement
-        if reason is None and last and last.is_undecided and last.new.expected.difference > 0:
-            reason = "the traffic has not moved, but the last challenger looked better"
         return replace(look, trains=reason is not None, reason=reason or "the traffic has not moved")
 
     def survival(self) -> Survival | None:

@@ -119,6 +119,14 @@ def test_a_finished_run_is_extended_from_before_its_decay(finished: TargetRun, t
         TargetRun(text, finished.out, SHAPE, replace(TRAINING, steps=6))
 
 
+def test_a_run_begins_with_the_weights_of_a_model(finished: TargetRun, text: Text, tmp_path: Path) -> None:
+    """They are written in bf16, at half the size."""
+    run = TargetRun(text, tmp_path, SHAPE, replace(TRAINING, start=str(finished.out / "model")))
+    assert run.step == 0
+    for own, begun in zip(run.model.parameters(), finished.model.parameters(), strict=True):
+        assert torch.equal(own, begun.bfloat16().float())
+
+
 def test_the_model_is_a_target_that_chats(finished: TargetRun) -> None:
     """Its turns end with a mark, after which a dialogue goes on with no token read twice or otherwise."""
     target = Target.from_pretrained(finished.out / "model", "cpu", torch.float32)
