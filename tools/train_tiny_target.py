@@ -71,7 +71,7 @@ class Training:
     tokens_per_step: int = 8192
     tokens_per_pass: int = 2048  # of a step, forward and backward at once: few enough to stay in a CPU's caches
     whole_rows_every: int = 4  # steps; rows of the others are half as long as the context, which is faster
-    stdlib_copies: int = 2  # how often an epoch holds the standard library's documents
+    stdlib_copies: int = 2  # how often an epoch holds the standard library's documents; of 16 many are learnt by heart
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(
             learning_rate=4e-3,
