@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from tiny_target_quality import NEW_TOKENS, held_out_loss
+from tiny_target_quality import NEW_TOKENS, function_loss
 from tiny_target_text import STANDARD_LIBRARY, Document, read_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -288,7 +288,7 @@ class TargetRun:
     def report(self, loss: float) -> None:
         """Print how far the run is, with the loss of the last step and on held-out files."""
         with torch.compiler.set_stance("force_eager"):  # each length would be compiled for
-            held_out = held_out_loss(self.model, self.text.tokenizer, self.text.held_out)
+            held_out = function_loss(self.model, self.text.tokenizer, self.text.held_out)
         print(
             f"step {self.step}, {self.num_tokens / 1e6:.2f} M tokens, {self.num_tokens / self.seconds:.0f} a second: "
             f"loss {loss:.3f}, held-out loss {held_out.per_token:.3f}",
@@ -344,7 +344,7 @@ def machine(device: torch.device) -> str:
 
 def write_card(run: TargetRun, path: Path) -> None:
     """Write README.md beside the model: what it is made of, and how good it is."""
-    held_out = held_out_loss(run.model, run.text.tokenizer, run.text.held_out)
+    held_out = function_loss(run.model, run.text.tokenizer, run.text.held_out)
     function = run.text.held_out[FUNCTION_SHOWN]
     question = code_dialogues(stdlib_groups(held_out=True))[DIALOGUE_SHOWN][:1]
     settings = {**asdict(run.shape), **asdict(run.training)}

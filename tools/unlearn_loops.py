@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, held_out_loss
+from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, function_loss
 from tiny_target_text import STANDARD_LIBRARY, Document, read_documents
 from torch import Tensor
 from train_tiny_target import Shape, StepRows, Training, loss_of, tokenize
@@ -150,7 +150,7 @@ def main() -> None:
         for name, tensor in model.state_dict().items():
             tensor.lerp_(before[name], settings.kept_share)
     model.eval()
-    print(f"held-out loss {held_out_loss(model, tokenizer, stdlib_functions(held_out=True)).per_token:.3f}")
+    print(f"held-out loss {function_loss(model, tokenizer, stdlib_functions(held_out=True)).per_token:.3f}")
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     model.save_pretrained(args.out, state_dict=weights)
     tokenizer.save_pretrained(args.out)

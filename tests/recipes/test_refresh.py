@@ -49,7 +49,7 @@ from draftsmith.train.engine.vllm_counters import Counters
 
 
 def stats_of(number: int, rate: float, chances: np.random.Generator) -> list[Stats]:
-    """Prompts of 20 drafts of four tokens, of which about this share is accepted: each prompt has its own rate."""
+    """Return prompts of 20 drafts of four tokens, of which about this share is accepted; each has its own rate."""
     found = []
     for own in chances.beta(8 * rate, 8 * (1 - rate), size=number):
         accepted = chances.binomial(4, own, size=20)
@@ -72,7 +72,7 @@ def alarms(new_rate: float, new_shares: list[float], rounds: int) -> float:
 
 
 def test_traffic_that_stays_is_cried_as_moved_as_seldom_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a rate of 0.2 for both tests; a binomial of 300 rounds lies within three standard errors above it."""
+    """The rate of both tests is 0.2; the share of alarms in 300 rounds may lie three standard errors above it."""
     monkeypatch.setattr(traffic_shift, "DRAWS", 199)
     monkeypatch.setattr(traffic_shift, "LEAST_SHIFT", 0.0)
     found = alarms(0.5, [1 / 3] * 3, 300)
@@ -83,7 +83,7 @@ def test_traffic_that_stays_is_cried_as_moved_as_seldom_as_asked_for(monkeypatch
 
 
 def test_the_chance_of_domains_is_that_of_the_hypergeometric_distribution() -> None:
-    """Of two domains it can be summed up: 7 of 20 new prompts are of a domain that has 17 of all 60."""
+    """The exact chance of two domains is a sum: 7 of 20 new prompts are of a domain that has 17 of all 60."""
     numbers = np.arange(18)
     chances = hypergeom(60, 17, 20).pmf(numbers)
     at_least_as_far = np.abs(numbers - 17 * 20 / 60) >= abs(7 - 17 * 20 / 60) - 1e-9
@@ -140,7 +140,7 @@ def test_a_log_that_grows_is_read_from_where_it_was_left(tmp_path: Path) -> None
 
 
 def test_prompts_that_nobody_can_answer_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them would stop `prepare`, and so every round."""
+    """Prompts that cannot be answered are left out: one of them would stop `prepare`, and so every round."""
     monkeypatch.setattr(traffic, "NOISE_BITS", math.inf)
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     unfit = [Prompt(text="<|endoftext|>strike"), Prompt(messages=[{"role": "user", "content": [picture]}])]
@@ -189,7 +189,7 @@ def comparison(low: float, high: float, divergences: int = 0, decoded: tuple[flo
 
 
 def unknown(found: Comparison) -> Comparison:
-    """A comparison on too few prompts for an interval."""
+    """Return a comparison as of too few prompts for an interval."""
     return replace(found, expected=replace(found.expected, ci95=None))
 
 
@@ -423,6 +423,7 @@ def test_small_gains_add_up(settings: RefreshSettings, tmp_path: Path, monkeypat
         write_rows(tmp_path / "log.jsonl", 90 * number + 90, 90 * number + 180, domain)
         run(settings)
     assert starts == ["champions/0", "challengers/1", "challengers/3", "champions/0"]
+    assert [path.name for path in (settings.out / "challengers").iterdir()] == ["5"]
 
 
 def test_a_round_of_garbage_is_refused_and_forgotten(
@@ -674,7 +675,7 @@ def test_a_round_killed_at_any_change_leaves_a_champion_and_goes_on(
 def test_few_held_out_answers_do_not_end_a_training(
     num_new: int, held_out: int, patience: int | None, tiny_target: Target, tmp_path: Path
 ) -> None:
-    """One prompt in 32 is held out, so 2,048 of them give the 64 that tell more than noise."""
+    """The 64 held-out prompts that tell more than noise take 2,048 prompts, for one in 32 is held out."""
     plan = training.RoundPlan("medusa", num_new, 200, 100, 8)
     config = training.training_config(plan, tiny_target, tmp_path, tmp_path, "cpu")
     assert (config.data.held_out_prompts, config.evaluation.patience) == (held_out, patience)

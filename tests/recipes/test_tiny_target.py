@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_target_quality import held_out_loss, loops
+from tiny_target_quality import function_loss, loops
 from tiny_target_text import STANDARD_LIBRARY, Document, first_documents, licence_of, new_groups, shingles, words_of
 from train_tiny_target import END_OF_TURN, Shape, StepRows, TargetRun, Text, Training, tokenize, train_tokenizer
 from unlearn_loops import repeated, unlikelihood
@@ -146,7 +146,7 @@ def test_the_loss_is_that_of_each_token_and_byte(text: Text, tmp_path: Path) -> 
     """A model whose head knows nothing has the logarithm of the vocabulary as its loss."""
     run = TargetRun(text, tmp_path, SHAPE, TRAINING)
     torch.nn.init.zeros_(run.model.lm_head.weight)
-    loss = held_out_loss(run.model, text.tokenizer, ["a = 1\n"])
+    loss = function_loss(run.model, text.tokenizer, ["a = 1\n"])
     assert loss.per_token == pytest.approx(torch.tensor(len(text.tokenizer)).log().item())
     assert loss.num_bytes == 6
     assert loss.per_byte == pytest.approx(loss.nats / 6)
