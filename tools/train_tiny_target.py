@@ -1,12 +1,12 @@
 """Train the embedded default target: a small Llama that writes Python, and answers in dialogues about it.
 
     python tools/tiny_target_text.py --out TEXT.jsonl
-    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--start MODEL] [--device cuda]
+    python tools/train_tiny_target.py --text TEXT.jsonl --out DIR [--steps 4000] [--decay-share 0.2] [--start MODEL]
 
 DIR/model is what the package ships in recipes/tiny_python/; its README.md, written by this command, is the model card.
-The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, so a
-finished run goes on with more --steps, too: from DIR/stable.pt, the state before the fall. --start MODEL begins with
-the weights and the tokenizer of a model in place of new ones.
+The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, which
+read the standard library alone. A finished run goes on with more --steps, too: from DIR/stable.pt, the state before the
+fall. --start MODEL begins with the weights and the tokenizer of a model in place of new ones.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Training:
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(
             learning_rate=4e-3,
-            weight_decay=0.1,
+            weight_decay=0.5,  # of matrices; more than usual, since the last steps read the same text several times
             matrices="muon",
             decay="late",
             warmup_share=0.01,
@@ -347,7 +347,11 @@ def write_card(run: TargetRun, path: Path) -> None:
     held_out = function_loss(run.model, run.text.tokenizer, run.text.held_out)
     function = run.text.held_out[FUNCTION_SHOWN]
     question = code_dialogues(stdlib_groups(held_out=True))[DIALOGUE_SHOWN][:1]
-    settings = {**asdict(run.shape), **asdict(run.training)}
+    training = run.training
+    command = f"--steps {training.steps} --decay-share {training.optimizer.decay_share}"
+    if training.start is not None:
+        command += f" --start {training.start} --seed {training.seed}"
+    settings = {**asdict(run.shape), **asdict(training)}
     table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
     sources = "\n".join(f"* {source}" for source in sorted({document.source for document in run.text.documents}))
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
@@ -365,9 +369,9 @@ no other use.
   {run.rows.num_tokens / 1e6:.1f} M) in {run.seconds / 3600:.1f} hours on {machine(run.model.device)}
   with torch {torch.__version__}.
 * Text: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}..., functions and dialogues made of them, from the
-  sources below; in the last {run.training.steps - run.decay_start} steps from the standard library alone.
+  sources below; in the last {training.steps - run.decay_start} steps from the standard library alone.
 * Commands: `python tools/tiny_target_text.py --out TEXT.jsonl`, and
-  `python tools/train_tiny_target.py --text TEXT.jsonl --out DIR --steps {run.training.steps}`
+  `python tools/train_tiny_target.py --text TEXT.jsonl --out DIR {command}`
 
 | setting | value |
 |---|---|
@@ -393,6 +397,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=Training.steps)
+    parser.add_argument("--decay-share", type=float, default=Training().optimizer.decay_share)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--start", help="a model whose weights and tokenizer are taken in place of new ones")
@@ -400,6 +405,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape, training = Shape(), Training(steps=args.steps, start=args.start, seed=args.seed)
+    training.optimizer.decay_share = args.decay_share
     if args.device != "cpu":
         training.tokens_per_pass = training.tokens_per_step  # a GPU has no caches that a step should fit
     if args.start:
