@@ -299,19 +299,21 @@ class TargetRun:
         """Write the state, whole or not at all, and the model, whose weights go to disk in bf16, at half the size."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         content = io.BytesIO()
-        torch.save({**state, "step": self.step, "steps": self.training.steps, "seconds": self.seconds}, content)
+        schedule = {"steps": self.training.steps, "decay_start": self.decay_start}
+        torch.save({**state, **schedule, "step": self.step, "seconds": self.seconds}, content)
         write_whole(self.out / ("stable.pt" if self.step <= self.decay_start else "decay.pt"), content.getvalue())
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
         self.model.save_pretrained(self.out / "model", state_dict=weights)
         self.text.tokenizer.save_pretrained(self.out / "model")
 
     def resume(self) -> None:
-        """Go on from the decay of a run of as many steps, or else from before the decay of another one."""
+        """Go on from the decay of a run with the same schedule, or else from before the decay of another one."""
         for name in ("decay.pt", "stable.pt"):
             if not (self.out / name).is_file():
                 continue
             state = torch.load(self.out / name, weights_only=True, map_location=self.model.device)
-            if name == "decay.pt" and state["steps"] != self.training.steps:
+            schedule = (self.training.steps, self.decay_start)
+            if name == "decay.pt" and (state["steps"], state["decay_start"]) != schedule:
                 continue
             if name == "stable.pt" and state["step"] > self.decay_start:
                 least = math.ceil(state["step"] / (1 - self.training.optimizer.decay_share))
@@ -348,9 +350,9 @@ def write_card(run: TargetRun, path: Path) -> None:
     function = run.text.held_out[FUNCTION_SHOWN]
     question = code_dialogues(stdlib_groups(held_out=True))[DIALOGUE_SHOWN][:1]
     training = run.training
-    command = f"--steps {training.steps} --decay-share {training.optimizer.decay_share}"
+    command = f"--steps {training.steps} --decay-share {training.optimizer.decay_share} --seed {training.seed}"
     if training.start is not None:
-        command += f" --start {training.start} --seed {training.seed}"
+        command += f" --start {training.start}"
     settings = {**asdict(run.shape), **asdict(training)}
     table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
     sources = "\n".join(f"* {source}" for source in sorted({document.source for document in run.text.documents}))

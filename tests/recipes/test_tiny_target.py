@@ -108,13 +108,16 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_a_finished_run_is_extended_from_before_its_decay(finished: TargetRun, text: Text) -> None:
-    """The decay of a short run must leave no trace in a longer one. Asked for again, the short run stays as it is."""
+    """Its decay leaves no trace in a longer run, nor in one that decays later. The same run stays as it is."""
     again = TargetRun(text, finished.out, SHAPE, TRAINING)
     assert again.step == 8
     assert same_weights(again, finished)
     longer = TargetRun(text, finished.out, SHAPE, replace(TRAINING, steps=16))
     assert longer.step == 6
     assert not same_weights(longer, finished)
+    optimizer = replace(TRAINING.optimizer, decay_share=0.125)
+    later = TargetRun(text, finished.out, SHAPE, replace(TRAINING, optimizer=optimizer))
+    assert (later.step, later.decay_start) == (6, 7)
     with pytest.raises(UserError, match="holds 6 steps: give --steps 8 or more"):
         TargetRun(text, finished.out, SHAPE, replace(TRAINING, steps=6))
 
