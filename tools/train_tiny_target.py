@@ -219,7 +219,7 @@ def build_optimizer(model: LlamaForCausalLM, config: OptimizerConfig) -> MuonAnd
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     rest = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
     adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=0.0, fused=True)
-    return MuonAndAdamW(Muon(matrices, config.weight_decay), adamw)
+    return MuonAndAdamW(Muon({matrix: [len(matrix)] for matrix in matrices}, config.weight_decay), adamw)
 
 
 # --- training

@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
-from draftsmith.models.layers import as_computed
+from draftsmith.models.layers import MergedLinear, as_computed
 from draftsmith.train.config import OptimizerConfig
 
 # Of the quintic polynomial that brings all singular values near 1, as in `torch.optim.Muon`.
@@ -21,26 +22,30 @@ class Muon(torch.optim.Optimizer):
     """The steps of `torch.optim.Muon`, of AdamW's size, with matrix products in the precision of the training.
 
     torch's are in bf16 on any device. On CPUs without instructions for it they take four times as long as in fp32.
+    Projections that stand in one matrix have a direction each, as if each were a matrix of its own.
     """
 
-    def __init__(self, matrices: list[torch.nn.Parameter], weight_decay: float, rate_factor: float = 1.0) -> None:
-        super().__init__(matrices, {"lr": 1e-3, "weight_decay": weight_decay, "rate_factor": rate_factor})
+    def __init__(self, matrices: dict[Parameter, list[int]], weight_decay: float, rate_factor: float = 1.0) -> None:
+        """`matrices`: those to be trained, with the number of rows of each projection in them."""
+        groups = [{"params": [matrix], "rows": rows} for matrix, rows in matrices.items()]
+        super().__init__(groups, {"lr": 1e-3, "weight_decay": weight_decay, "rate_factor": rate_factor})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Move each matrix [m, n] that has a gradient, of several processes one for each of them at a time."""
-        for group in self.param_groups:
-            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-            matrices.sort(key=Tensor.numel, reverse=True)  # processes that compute matrices of one size take as long
-            _, num_ranks = rank_and_num_ranks()
-            for first in range(0, len(matrices), num_ranks):
-                at_once = matrices[first : first + num_ranks]
-                for matrix, direction in zip(at_once, directions(list(map(self.update, at_once))), strict=True):
-                    rate = group["lr"] * group["rate_factor"]
-                    size = rate * SHARE_OF_ADAMW * math.sqrt(max(matrix.shape))
-                    matrix.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-size)
+        groups = [group for group in self.param_groups if group["params"][0].grad is not None]
+        # Processes that compute matrices of one size take as long.
+        groups.sort(key=lambda group: group["params"][0].numel(), reverse=True)
+        _, num_ranks = rank_and_num_ranks()
+        for first in range(0, len(groups), num_ranks):
+            at_once = groups[first : first + num_ranks]
+            updates = [self.update(group["params"][0]) for group in at_once]
+            found = directions(updates, [group["rows"] for group in at_once])
+            for group, direction in zip(at_once, found, strict=True):
+                rate = group["lr"] * group["rate_factor"]
+                group["params"][0].mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate * SHARE_OF_ADAMW)
 
-    def update(self, matrix: torch.nn.Parameter) -> Tensor:
+    def update(self, matrix: Parameter) -> Tensor:
         """Add the gradient of a matrix to its momentum, and return what its direction is computed of."""
         assert matrix.grad is not None
         state = self.state[matrix]
@@ -50,23 +55,35 @@ class Muon(torch.optim.Optimizer):
         return matrix.grad.lerp(momentum, MOMENTUM)
 
 
-def directions(updates: list[Tensor]) -> list[Tensor]:
+def directions(updates: list[Tensor], rows: list[list[int]]) -> list[Tensor]:
     """Return the direction of each of some updates [m, n], laid out as they are: in pieces under FSDP2.
 
-    There are no more of them than processes: each computes one, and all get it. So a process never holds more whole
-    matrices at once than there are processes.
+    `rows` has the number of rows of the projections in each. There are no more updates than processes: each computes
+    one, and all get it. So a process never holds more whole matrices at once than there are processes.
     """
     rank, num_ranks = rank_and_num_ranks()
     found = []
     for owner, update in enumerate(updates):
         whole = update.full_tensor() if isinstance(update, DTensor) else update
-        own = orthogonal(whole).contiguous() if owner == rank else None
+        own = torch.cat([orthogonal(part) for part in whole.split(rows[owner])]) if owner == rank else None
         dtype = as_computed(whole[:0]).dtype
         found.append(torch.empty(whole.shape, dtype=dtype, device=whole.device) if own is None else own)
     for owner, direction in enumerate(found):
         if num_ranks > 1:
             distributed.broadcast(direction, owner)
-    return [laid_out_as(update, direction) for update, direction in zip(updates, found, strict=True)]
+    return [
+        laid_out_as(update, direction * sizes_of(direction, heights))
+        for update, direction, heights in zip(updates, found, rows, strict=True)
+    ]
+
+
+def sizes_of(direction: Tensor, rows: list[int]) -> Tensor:
+    """Return by what each row of a direction [m, n] is multiplied, fp32 [m, 1]: its mean square is about 1 then.
+
+    The direction holds projections of so many rows each.
+    """
+    columns, device = direction.shape[1], direction.device
+    return torch.cat([torch.full((height, 1), math.sqrt(max(height, columns)), device=device) for height in rows])
 
 
 def laid_out_as(update: Tensor, whole: Tensor) -> Tensor:
@@ -88,14 +105,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return wide if len(matrix) <= matrix.shape[1] else wide.T
 
 
-def operations_of_direction(matrix: Tensor) -> int:
-    """Return the floating-point operations that the direction of a matrix takes."""
-    rows, columns = sorted(matrix.shape)
-    return POLYNOMIAL_STEPS * (4 * rows**2 * columns + 2 * rows**3)
+def operations_of_direction(matrix: Tensor, rows: list[int]) -> int:
+    """Return the floating-point operations that the direction of a matrix takes; its projections have so many rows."""
+    shapes = [sorted((height, matrix.shape[1])) for height in rows]
+    return sum(POLYNOMIAL_STEPS * (4 * less**2 * more + 2 * less**3) for less, more in shapes)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimiser: each has one group of parameters, and its state."""
+    """Muon and AdamW as one optimiser: AdamW has the last group of parameters, Muon those before."""
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -103,7 +120,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step with both, on the groups and the state as they are: loading a state makes new ones."""
-        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:-1], self.param_groups[-1:]
         self.muon.state = self.adamw.state = self.state
         self.muon.step()
         self.adamw.step()
@@ -117,7 +134,7 @@ def optimizer_of(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optim
     gives them more or less. Embeddings and heads, whose rows are tokens, stay with AdamW.
     """
     trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    inner = [] if config.matrices == "adamw" else inner_matrices(drafter)
+    inner = {} if config.matrices == "adamw" else inner_matrices(drafter)
     rest = [parameter for parameter in trainable if all(parameter is not matrix for matrix in inner)]
     # one kernel does all that a step does to a tensor, on a GPU to all tensors
     adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True)
@@ -126,13 +143,17 @@ def optimizer_of(drafter: Drafter, config: OptimizerConfig) -> torch.optim.Optim
     return MuonAndAdamW(Muon(inner, config.weight_decay, config.matrices_rate_factor), adamw)
 
 
-def inner_matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
+def inner_matrices(drafter: Drafter) -> dict[Parameter, list[int]]:
     """Return the trained matrices but for those that have as many rows as the target's or the draft vocabulary.
 
-    A matrix that has so many rows by accident is trained by AdamW, which does no harm.
+    A matrix that has so many rows by accident is trained by AdamW, which does no harm. Beside each stands the number of
+    rows of every projection in it.
     """
+    layers = [module for module in drafter.modules() if isinstance(module, MergedLinear)]
+    merged = {layer.weight: list(layer.parts.values()) for layer in layers}
     matrices = [parameter for parameter in drafter.parameters() if parameter.requires_grad and parameter.ndim == 2]
-    return [matrix for matrix in matrices if not has_rows_of_tokens(matrix, drafter)]
+    inner = [matrix for matrix in matrices if not has_rows_of_tokens(matrix, drafter)]
+    return {matrix: merged.get(matrix, [len(matrix)]) for matrix in inner}
 
 
 def has_rows_of_tokens(matrix: Tensor, drafter: Drafter) -> bool:

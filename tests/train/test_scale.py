@@ -156,7 +156,7 @@ def test_a_training_step_takes_what_is_predicted(kind: str) -> None:
     with Meter() as of_optimizer:
         optimizer.step()
     found = estimate(config, target.model.config, length, drafter, on_gpu=False)
-    by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else []  # Muon has one moment, AdamW two
+    by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else {}  # Muon has one moment, AdamW two
     moments = 2 * num_trained(drafter) - sum(matrix.numel() for matrix in by_muon)
     assert held == found.drafter_bytes == 4 * (2 * num_trained(drafter) + moments)
     assert meter.operations + of_optimizer.operations == pytest.approx(found.operations, rel=0.1)

@@ -107,11 +107,11 @@ def estimate(
         draft_vocab_size = None if ids is None else len(ids)
         tokens_at_once = config.data.tokens_per_micro_batch
         logits = bytes_per_value * num_logits(text.vocab_size, draft_vocab_size, passes, tokens_at_once)
-    by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else []
+    by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else {}
     spared = MUON_SPARES * sum(matrix.numel() for matrix in by_muon)
     return RunEstimate(
         operations=tokens * operations_per_token(config, weights, drafter)
-        + config.run.steps * sum(map(operations_of_direction, by_muon)),
+        + config.run.steps * sum(operations_of_direction(*of_one) for of_one in by_muon.items()),
         ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
         layer_bytes=bytes_per_value * weights.weights_of_layers,
         drafter_bytes=TRAINED_BYTES * num_trained(drafter) - spared,
