@@ -6,7 +6,9 @@
 DIR/model is what the package ships in recipes/tiny_python/; its README.md, written by this command, is the model card.
 The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, which
 read the standard library alone. A finished run goes on with more --steps, too: from DIR/stable.pt, the state before the
-fall. --start MODEL begins with the weights and the tokenizer of a model in place of new ones.
+fall. --start MODEL begins with the weights and the tokenizer of a model in place of new ones; of several models, with
+the mean of their weights. Of models that began alike and saw their text in other orders, the mean is better than any
+(Wortsman et al., "Model soups", arXiv 2203.05482).
 """
 
 import argparse
@@ -85,7 +87,7 @@ class Training:
     )
     minutes_between_saves: float = 5.0
     compiled: bool = True  # layers are compiled, which takes a minute and is faster afterwards
-    start: str | None = None  # a model whose weights it begins with; None: new ones
+    start: list[str] = field(default_factory=list)  # models whose mean it begins with; none: new weights
     seed: int = 0  # of new weights, and of the order of documents
 
 
@@ -200,10 +202,14 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     return model
 
 
-def read_model(path: str) -> LlamaForCausalLM:
-    """Return a model that an earlier run wrote, in fp32."""
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+@torch.no_grad()
+def mean_model(paths: list[str]) -> LlamaForCausalLM:
+    """Return a model in fp32 whose weights are the mean of those that earlier runs wrote."""
+    model, *others = (LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
     assert isinstance(model, LlamaForCausalLM)
+    for number, other in enumerate(others, 2):
+        for weight, added in zip(model.parameters(), other.parameters(), strict=True):
+            weight.lerp_(added, 1 / number)
     return model
 
 
@@ -231,7 +237,7 @@ class TargetRun:
     def __init__(self, text: Text, out: Path, shape: Shape, training: Training, device: str = "cpu") -> None:
         torch.manual_seed(training.seed)
         self.text, self.out, self.shape, self.training = text, out, shape, training
-        self.model = build_model(shape, text.tokenizer) if training.start is None else read_model(training.start)
+        self.model = mean_model(training.start) if training.start else build_model(shape, text.tokenizer)
         torch.nn.Module.to(self.model, device)
         if device == "cpu":  # where the gradient of the fused attention takes twice as long
             self.model.set_attn_implementation("eager")
@@ -351,8 +357,8 @@ def write_card(run: TargetRun, path: Path) -> None:
     question = code_dialogues(stdlib_groups(held_out=True))[DIALOGUE_SHOWN][:1]
     training = run.training
     command = f"--steps {training.steps} --decay-share {training.optimizer.decay_share} --seed {training.seed}"
-    if training.start is not None:
-        command += f" --start {training.start}"
+    if training.start:
+        command += f" --start {' '.join(training.start)}"
     settings = {**asdict(run.shape), **asdict(training)}
     table = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
     sources = "\n".join(f"* {source}" for source in sorted({document.source for document in run.text.documents}))
@@ -402,7 +408,7 @@ def main() -> None:
     parser.add_argument("--decay-share", type=float, default=Training().optimizer.decay_share)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--start", help="a model whose weights and tokenizer are taken in place of new ones")
+    parser.add_argument("--start", nargs="+", default=[], help="models whose mean is taken in place of new weights")
     parser.add_argument("--seed", type=int, default=Training.seed, help="with --start: one that the model has not seen")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -411,7 +417,7 @@ def main() -> None:
     if args.device != "cpu":
         training.tokens_per_pass = training.tokens_per_step  # a GPU has no caches that a step should fit
     if args.start:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.start)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.start[0])
     else:
         tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
     text = read_text(args.text, training.stdlib_copies, tokenizer)

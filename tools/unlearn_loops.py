@@ -2,6 +2,8 @@
 
     python tools/unlearn_loops.py --model DIR/model --text TEXT.jsonl --out DIR2 [--steps 60] [--threads 2]
 
+Of several models it takes the mean of their weights, and the card of the first.
+
 Each step has two parts (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section
 5.2). The model answers some prompts greedily; the tokens of runs of four that stand earlier in the same answer are made
 less likely, by -log(1 - p). And it goes on learning the standard library's text, so that it forgets nothing. The
@@ -23,8 +25,8 @@ import torch
 from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, function_loss
 from tiny_target_text import STANDARD_LIBRARY, Document, read_documents
 from torch import Tensor
-from train_tiny_target import Shape, StepRows, Training, loss_of, tokenize
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from train_tiny_target import Shape, StepRows, Training, loss_of, mean_model, tokenize
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.models.devices import training_precision
@@ -101,7 +103,7 @@ def unlikelihood(model: PreTrainedModel, texts: Tensor, prompt_mask: Tensor, unw
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=Unlearning.steps)
@@ -109,8 +111,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     settings = Unlearning(steps=args.steps)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(args.model[0])
+    model: Any = mean_model(args.model)
+    model.set_attn_implementation("eager")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
     chances, start = random.Random(0), time.monotonic()
@@ -156,7 +159,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     done = ", ".join(f"{name} {value}" for name, value in asdict(settings).items())
     line = f"* Then unlearnt loops by `tools/unlearn_loops.py`: {done}.\n"
-    card = (args.model / "README.md").read_text().replace("\n| setting", f"{line}\n| setting", 1)
+    card = (Path(args.model[0]) / "README.md").read_text().replace("\n| setting", f"{line}\n| setting", 1)
     (args.out / "README.md").write_text(card)
 
 

@@ -122,12 +122,17 @@ def test_a_finished_run_is_extended_from_before_its_decay(finished: TargetRun, t
         TargetRun(text, finished.out, SHAPE, replace(TRAINING, steps=6))
 
 
-def test_a_run_begins_with_the_weights_of_a_model(finished: TargetRun, text: Text, tmp_path: Path) -> None:
+def test_a_run_begins_with_the_mean_of_models(finished: TargetRun, text: Text, tmp_path: Path) -> None:
     """They are written in bf16, at half the size."""
-    run = TargetRun(text, tmp_path, SHAPE, replace(TRAINING, start=str(finished.out / "model")))
+    other = TargetRun(text, tmp_path / "other", SHAPE, replace(TRAINING, seed=1))
+    other.save()
+    start = [str(run.out / "model") for run in (finished, other)]
+    run = TargetRun(text, tmp_path / "run", SHAPE, replace(TRAINING, start=start))
     assert run.step == 0
-    for own, begun in zip(run.model.parameters(), finished.model.parameters(), strict=True):
-        assert torch.equal(own, begun.bfloat16().float())
+    for mean, *own in zip(*(one.model.parameters() for one in (run, finished, other)), strict=True):
+        first, second = (weights.bfloat16().float() for weights in own)
+        torch.testing.assert_close(mean, (first + second) / 2)
+    assert not same_weights(finished, other)
 
 
 def test_the_model_is_a_target_that_chats(finished: TargetRun) -> None:
