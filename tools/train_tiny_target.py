@@ -7,8 +7,8 @@ DIR/model is what the package ships in recipes/tiny_python/; its README.md, writ
 The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, which
 read the standard library alone. A finished run goes on with more --steps, too: from DIR/stable.pt, the state before the
 fall. --start MODEL begins with the weights and the tokenizer of a model in place of new ones; of several models, with
-the mean of their weights. Of models that began alike and saw their text in other orders, the mean is better than any
-(Wortsman et al., "Model soups", arXiv 2203.05482).
+the mean of their weights. The mean can be better than each of them, where they began alike and read their text in
+different orders (Wortsman et al., "Model soups", arXiv 2203.05482).
 """
 
 import argparse

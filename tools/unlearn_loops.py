@@ -2,7 +2,7 @@
 
     python tools/unlearn_loops.py --model DIR/model --text TEXT.jsonl --out DIR2 [--steps 60] [--threads 2]
 
-Of several models it takes the mean of their weights, and the card of the first.
+Given several models, it begins with the mean of their weights, and takes the card of the first.
 
 Each step has two parts (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section
 5.2). The model answers some prompts greedily; the tokens of runs of four that stand earlier in the same answer are made

@@ -78,7 +78,7 @@ def directions(updates: list[Tensor], rows: list[list[int]]) -> list[Tensor]:
 
 
 def sizes_of(direction: Tensor, rows: list[int]) -> Tensor:
-    """Return by what each row of a direction [m, n] is multiplied, fp32 [m, 1]: its mean square is about 1 then.
+    """Return the factors of the rows of a direction [m, n], fp32 [m, 1], that make its mean square about 1.
 
     The direction holds projections of so many rows each.
     """
