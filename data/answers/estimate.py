@@ -46,7 +46,7 @@ class Spread:
 class Estimate:
     """The tokens, time and disk that all prompts will take."""
 
-    num_prompts: int
+    num_answers: int
     num_sampled: int
     generated: Spread  # tokens
     stored: Spread  # tokens, prompts among them
@@ -67,7 +67,7 @@ class Estimate:
 
     def table(self) -> Table:
         """Return the estimate as a table with its margins."""
-        title = f"{self.num_prompts} prompts, measured on {self.num_sampled} of them"
+        title = f"{self.num_answers} answers, measured on {self.num_sampled} of them"
         table = Table("", "estimate", "95 %", title=title)
         table.columns[1].justify = table.columns[2].justify = "right"
         rows = [

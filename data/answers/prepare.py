@@ -273,6 +273,7 @@ class AnswerJob:
         check_token_ids(dialogue.context, self.target, dialogue.where)
         if not dialogue.context:
             raise UserError(f"{dialogue.where} is empty after tokenisation")
+        dialogue.check_later_turns()
         return dialogue
 
     def dialogue(self, number: int) -> Dialogue:
@@ -297,11 +298,11 @@ class AnswerJob:
         if long and not (self.settings.skip_long and kept):
             room = self.context - max(self.lengths)
             lower = f"give --max-new-tokens {room}" if room > 0 else "lower --max-new-tokens"
+            leave_out = "" if self.settings.skip_long else ", or leave long prompts out with --skip-long"
             raise UserError(
                 f"{self.dialogue(long[0]).where} has {self.lengths[long[0]]} tokens, which with "
                 f"{self.settings.max_new_tokens} new ones exceeds the target's context of {self.context}, as "
-                f"{len(long)} of {len(self.lengths)} do: shorten it, {lower}, or leave long prompts out "
-                "with --skip-long"
+                f"{len(long)} of {len(self.lengths)} do: shorten it, {lower}{leave_out}"
             )
         return kept
 

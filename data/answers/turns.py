@@ -9,6 +9,7 @@ sample then ends, and the turn begins a new one with what the target sees.
 import re
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 from draftsmith.data.prompts.conversations import Chat
@@ -40,16 +41,17 @@ def split_turns(messages: list[Message]) -> list[Turn]:
     """Return the turns that the target answers. Answers that stand there already are left out: it writes them anew.
 
     One answer stays in history: a call whose result, a tool's message, follows, since the result belongs to no other
-    call. What the assistant says before anybody else stays, too.
+    call. What the assistant says before anybody else stays, too. Of several answers in a row all are left out.
     """
     turns: list[Turn] = []
     unanswered: list[Message] = []
     for message, following in zip(messages, [*messages[1:], None], strict=True):
-        if message["role"] == "assistant" and any(other["role"] not in ("system", "assistant") for other in unanswered):
-            has_result = following is not None and following["role"] == "tool"
+        is_answer = message["role"] == "assistant"
+        has_result = following is not None and following["role"] == "tool"
+        if is_answer and any(other["role"] not in ("system", "assistant") for other in unanswered):
             turns.append(Turn(unanswered, message if has_result else None))
             unanswered = []
-        else:
+        elif not is_answer or has_result or not turns:
             unanswered.append(message)
     if unanswered and unanswered[-1]["role"] != "assistant":
         turns.append(Turn(unanswered, None))
@@ -144,12 +146,23 @@ class Dialogue:
         if len(self.context) + len(self._read_ids) - len(self._sent_ids) > most:
             self.stop()
 
+    def check_later_turns(self) -> None:
+        """Raise `UserError` where the chat template refuses a turn behind the first, whatever the target answers."""
+        history = list(self._history)
+        for turn, following in pairwise(self._turns):
+            history += [turn.kept_answer or {"role": "assistant", "content": "an answer"}, *following.messages]
+            self._render(history)
+
     def _open_turn(self) -> None:
         turn = self._turns[0].messages
         self.images += [read_image(url, self.where) for url in image_urls(turn)]
         self._history += turn
-        seen = replace(self.prompt, messages=self._history, where=self.where)
-        self._rendered = Chat(seen, self.target).text(len(self._history), opened=True)
+        self._rendered = self._render(self._history)
+
+    def _render(self, history: list[Message]) -> str:
+        """Return messages as the chat template writes them before an answer."""
+        seen = replace(self.prompt, messages=history, where=self.where)
+        return Chat(seen, self.target).text(len(history), opened=True)
 
     def _encode(self, text: str) -> list[int]:
         return self.target.encode(text, add_special_tokens=False)

@@ -42,6 +42,7 @@ from draftsmith.models.target.target_files import why_not_read
 SETTING = "data.features_endpoint"
 FILES_SETTING = "data.features_files"
 CHECKED_TEXTS = 16
+CHECKED_TOKENS = 512  # of a text, that the target's own layers or its head compute at once
 LOGPROB_ERROR = 0.2  # on the mean, between the server's and the head's; bf16 logits of 20 err by 0.06
 FRAME_BYTES = 1 << 20  # of a file of states beside them
 STATE_ERROR = 0.1  # of a state's norm, on the mean; a layer mostly changes more
@@ -290,7 +291,10 @@ class FeatureServer:
         """
         samples = [self._sent(self.plan.samples[index]) for index in self.plan.trained[:CHECKED_TEXTS]]
         readings = [self._read(sample) for sample in samples]
-        errors = [abs(self._logits(reading.states[-1:])[0, reading.token] - reading.logprob) for reading in readings]
+        last = [self._logits(reading.states[-1:])[0].log_softmax(-1) for reading in readings]
+        errors = [
+            abs(logprobs[reading.token] - reading.logprob) for logprobs, reading in zip(last, readings, strict=True)
+        ]
         error = float(torch.stack(errors).mean())
         if not error < LOGPROB_ERROR:
             raise UserError(
@@ -298,11 +302,11 @@ class FeatureServer:
                 f"than the server does (they differ by a factor of e^{error:.2g}): serve this target, as "
                 f"`{self.command}`"
             )
-        checked = self.layer_ids if why_not_read(self.target.name) is None else ()  # no layers can be had of the others
-        if checked:
+        is_inner = bool(self.layer_ids) and self.layer_ids[0] < self.target.num_layers  # the head shows the last one
+        if is_inner and why_not_read(self.target.name) is None:  # no layers can be had of the others
             self._check_first_layer(samples, readings)
         greedy = [self._sent(sample) for sample in greedy_samples(self.plan.samples)]
-        share = agreement(greedy, lambda sample: self._logits(self._read(sample).states).argmax(-1))
+        share = agreement(greedy, lambda sample: self._choices(self._read(sample).states))
         if share < AGREEMENT:
             raise UserError(
                 f"{self.name} would write {share:.0%} of the greedy tokens of the samples; the target that wrote "
@@ -310,9 +314,13 @@ class FeatureServer:
             )
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Return the log-probabilities [T, V] of what follows."""
+        """Return the target's fp32 logits [T, V] of what follows states [T, A + 1, H]."""
         last = states[:, -1].to(self.target.device, self.target.dtype)
-        return self.target.logits(self.target.final_norm(last)).float().log_softmax(-1).cpu()
+        return self.target.logits(self.target.final_norm(last)).float()
+
+    def _choices(self, states: Tensor) -> Tensor:
+        """Return the likeliest token [T] behind each of the states [T, A + 1, H]. Logits are never whole in memory."""
+        return torch.cat([self._logits(part).argmax(-1).cpu() for part in states.split(CHECKED_TOKENS)])
 
     def _check_first_layer(self, samples: list[Sample], readings: list[TextStates]) -> None:
         """Raise `UserError` where the states of the first layer come out of another layer of the target.
@@ -323,7 +331,7 @@ class FeatureServer:
         """
         layer_id = self.layer_ids[0]
         sample, reading = max(zip(samples, readings, strict=True), key=lambda pair: pair[1].num_before_images)
-        number = reading.num_before_images
+        number = min(reading.num_before_images, CHECKED_TOKENS)  # attention takes memory with its square
         if not number:
             return
         token_ids, given = sample.token_ids[:number], reading.states[:number, 0].float()
@@ -331,7 +339,7 @@ class FeatureServer:
         if error < STATE_ERROR:
             return
         if error < LOW_BITS_ERROR:
-            near = tuple(range(max(1, layer_id - 1), layer_id + 2))
+            near = tuple(range(max(1, layer_id - 1), min(layer_id + 1, self.target.num_layers) + 1))
             _, nearest = min(zip(self._layer_errors(token_ids, given, near), near, strict=True))
             if nearest == layer_id:
                 return

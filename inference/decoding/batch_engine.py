@@ -1,10 +1,10 @@
 """The device's side of decoding: a fixed number of rows, each with one request's text, cache and state.
 
-`BatchEngine.admit` reads prompts into free rows; `open_rows` and `read_prompts` do so in parts, with rounds of other
-rows in between. A round is `verify(draft())`: the drafter proposes, the target reads the draft in one pass, a
-verification rule accepts, and the engine commits. On a GPU nothing in a round depends on values that the host would
-have to wait for: shapes are fixed, ends of texts and length limits are decided here, and the host gets one small
-tensor, the record of what happened.
+`BatchEngine.open_rows` puts prompts into free rows, and `read_prompts` reads them in parts, with rounds of other rows
+in between; `read_to_end` reads all that is left. A round is `verify(draft())`: the drafter proposes, the target reads
+the draft in one pass, a verification rule accepts, and the engine commits. On a GPU nothing in a round depends on
+values that the host would have to wait for: shapes are fixed, ends of texts and length limits are decided here, and the
+host gets one small tensor, the record of what happened.
 
 Shapes: B rows, b rows that are being admitted, M slots a row, N drafted tokens, D nodes on the longest path of a draft,
 P tokens of the longest prompt, H hidden width, V vocabulary.
@@ -157,21 +157,12 @@ class BatchEngine:
                 if 0 in draft_lengths:  # a plain step is recorded for each round that can come before it
                     self.verify(self.draft(0))
 
-    @torch.no_grad()
-    def admit(
-        self, rows: list[int], prompts: list[list[int]], request_ids: list[int], limits: list[int] | None = None
-    ) -> Tensor:
-        """Read prompts into free rows and give each its first token. Return the record of these rows, int64 [b, 5].
-
-        `limits` are the numbers of tokens that requests get at most, by default that of the settings for each.
-        """
-        return self.read_to_end(self.open_rows(rows, prompts, request_ids, limits))
-
     def open_rows(
         self, rows: list[int], prompts: list[list[int]], request_ids: list[int], limits: list[int] | None = None
     ) -> PromptReading:
         """Put prompts into free rows, for `read_prompts` to read.
 
+        `limits` are the numbers of tokens that requests get at most, by default that of the settings for each.
         Until they are read their rows stay free for rounds, which write behind the prompts and so spoil nothing.
         """
         device = self.target.device

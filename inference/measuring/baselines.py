@@ -110,6 +110,9 @@ def stock(model: PreTrainedModel) -> PreTrainedModel:
         for weight in model.parameters()
     }
     copied = cast(PreTrainedModel, copy.deepcopy(model, cast(dict, shared)))
-    copied.set_attn_implementation("sdpa")
+    try:
+        copied.set_attn_implementation("sdpa")
+    except ValueError:  # of families that lack it, such as Gemma-2
+        copied.set_attn_implementation("eager")
     copied.generation_config = GenerationConfig()
     return copied.eval()

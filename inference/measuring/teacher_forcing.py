@@ -39,7 +39,10 @@ def teacher_forced_traces(
 def beyond_limit(
     target: Target, prompts: list[list[int]], answers: list[list[int]], num_more: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """Return answers with `num_more` further tokens where the limit cut them: the last draft reaches that far."""
+    """Return answers with `num_more` further tokens where the limit cut them: the last draft reaches that far.
+
+    There are fewer where the target's context ends.
+    """
     cut = [i for i, answer in enumerate(answers) if len(answer) == max_new_tokens]
     cut = [i for i in cut if answers[i][-1] not in target.eos_token_ids]
     texts = list(answers)
@@ -48,7 +51,7 @@ def beyond_limit(
         settings = resolve_settings(plain.drafter, check_sampling(0.0, 1.0, 0), num_more)
         more = plain.decode([prompts[i] + answers[i] for i in cut], settings, batch_size=1).token_ids
         for i, token_ids in zip(cut, more, strict=True):
-            texts[i] = answers[i] + token_ids
+            texts[i] = (answers[i] + token_ids)[: target.context - len(prompts[i])]
     return texts
 
 

@@ -13,6 +13,7 @@ from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.planning.costs import GOAL, Costs
 from draftsmith.inference.replay.forced_decoding import force_answers
 from draftsmith.models import Drafter, Target
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.sampling.trees import Chain
 
 LEASTS = tuple(step / 20 for step in range(1, 20))  # thresholds of confidence that are tried
@@ -66,7 +67,8 @@ def draft_everywhere(
         drafted, confidence = [], []  # of each round, [B, K]
         for _ in range(batch.num_rounds):
             batch.generation.step()
-            drafted.append(batch.engine.drafted.cpu().numpy())
+            tokens = batch.engine.drafted.cpu().numpy()  # a cascade of draft models may have cut them all
+            drafted.append(np.pad(tokens, ((0, 0), (0, longest - tokens.shape[1])), constant_values=NO_TOKEN))
             confidence.append(state.confidence.cpu().numpy().copy())
         tokens, chances = np.stack(drafted, 1), np.stack(confidence, 1).astype(float)  # [B, N, K]
         for row, (_, answer) in enumerate(batch.texts):

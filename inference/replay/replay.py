@@ -87,11 +87,15 @@ def record(
     seed: int = 0,
     batch_size: int = 16,
 ) -> Recording:
-    """Decode prompts plainly, for drafts of up to `longest` tokens, with the noise that `generate` has by default."""
+    """Decode prompts plainly, for drafts of up to `longest` tokens, with the noise that `generate` has by default.
+
+    Answers end where the target's context does.
+    """
     plain = SpeculativeDecoder(target, load_drafter("none", target))
     prompts = plain.token_ids(prompts, max_new_tokens)
     settings = resolve_settings(plain.drafter, sampling, max_new_tokens + longest, seed=seed)
     answers = plain.decode(prompts, settings, batch_size=batch_size).token_ids
+    answers = [answer[: target.context - len(prompt)] for prompt, answer in zip(prompts, answers, strict=True)]
     return Recording(prompts, answers, max_new_tokens, sampling, seed)
 
 

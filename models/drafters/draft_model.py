@@ -180,6 +180,8 @@ class DraftModel(Drafter):
             yield Depth(hidden.index_select(0, send(places, hidden.device)), self.head, places)
 
     def as_target(self) -> Target:
+        """Return the model as a target, whose texts end as those of the target that it drafts for."""
+        self.model.generation_config.eos_token_id = self.target.eos_token_ids
         return Target(self.model, self.target.tokenizer, "the draft model", fuse_layers=False)
 
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> "DraftModelCache":

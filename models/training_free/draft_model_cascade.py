@@ -79,9 +79,11 @@ class DraftModelCascade(Drafter):
     def proposed(self, state: DecodingState, depth: int) -> Tensor:
         """Return the small model's draft [B, depth], however unsure it is.
 
-        It reads all that the last round committed.
+        It reads all that the last round committed, also where nothing is asked of it.
         """
         if not depth:
+            window = chain_window(state.positions[:, 0] + 1, state.positions.shape[1])
+            self.small.read(state.token_ids.gather(1, window.slots), window, state.cache.small)
             return state.token_ids[:, :0]
         small_state = replace(state, cache=state.cache.small, own_drafts=False, confidence=None, least_confidence=0.0)
         return self.small.propose(small_state, Chain(depth)).tokens

@@ -54,6 +54,7 @@ from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import describe_answers, divide, longest_prompt
 from draftsmith.recipes.auto.tuned_drafts import TunedDrafts, tuned_drafts
 from draftsmith.recipes.configs.training_settings import AutoSettings
+from draftsmith.recipes.engine_rules.loader_rules import is_served
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS
@@ -184,9 +185,12 @@ class Auto:
         return Conditions(self.state.plan, self.load, ScoredLookup(leader, self.folder.costs(leader.name)))
 
     def rivals(self) -> list[str]:
-        """Return the lookups that are rivals: a vLLM that is timed may lack what one of them needs, and says so."""
-        found = []
+        """Return the lookups that are rivals: what the engine serves, and a vLLM that is timed may lack a package."""
+        found, engine = [], self.settings.engine
         for name in LOOKUPS:
+            if engine and not is_served(name, engine):
+                notice(f"{name} is no rival: {engine} does not serve it")
+                continue
             try:
                 if self.engine:
                     self.costs({name: load_drafter(name, self.target)}, None)
@@ -279,7 +283,7 @@ class Auto:
         plan = self.state.plan
         config = recipe_of_auto(kind, plan.target_is_small)
         config.target, config.data.samples = plan.target, str(self.folder.samples)
-        config.data.held_out_prompts, config.data.max_length = 0, min(512, self.target.context)
+        config.data.held_out_prompts = 0
         if plan.stored_layers is not None and not config.drafter.starts_from_layers:
             config.data.features, config.data.features_layers = "stored", plan.stored_layers
             config.data.features_dir = str(self.folder.features)
@@ -367,12 +371,13 @@ def wait_for_first() -> None:
 
 
 def asked(settings: AutoSettings) -> str:
-    """Return what a search was asked for, of which nothing may change when it goes on."""
+    """Return the flags that a search was asked for with, of which nothing may change when it goes on."""
     names = ("target", "traffic", "drafters", "engine", "keep_personal_data", "batch_size", "max_new_tokens", "budget")
-    given = [name for name in ("temperature", "sla_ttft_ms", "sla_tpot_ms") if getattr(settings, name) is not None]
-    given += ["check"] if settings.timed_engine else []
-    values = {name: getattr(settings, name) for name in (*names, *given)}
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    values = {name: getattr(settings, name) for name in (*names, "temperature", "sla_ttft_ms", "sla_tpot_ms")}
+    values["check"] = settings.timed_engine
+    flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+    given = {flag: value for flag, value in flags.items() if value is not None and value is not False}
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in given.items())
 
 
 def needed_line(needed_rates: dict[str, float | None]) -> str:

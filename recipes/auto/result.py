@@ -1,12 +1,14 @@
 """The end of a search: what was found is told, and the best of it exported."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from rich.console import Console
 
 from draftsmith.data.prompts.prompts import read_prompt_set
 from draftsmith.inference.decoding.clock import cpu_threads
-from draftsmith.inference.measuring.results import Evaluation, read_evaluation
+from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.measuring.results import Evaluation, Result, read_evaluation
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.auto.folder import SearchFolder
@@ -23,7 +25,7 @@ from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.export import why_not_served
 from draftsmith.recipes.serving.export_command import export
-from draftsmith.recipes.serving.model_card import schedule_of
+from draftsmith.recipes.serving.model_card import as_schedule, schedule_of
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,8 @@ class SearchResult:
 
         It follows from the acceptance that was measured at the end, and from the engine's own times.
         """
-        names = {self.folder.drafter_of(score.name, score.steps): score.name for score in self.state.finalists}
         speedups = {
-            evaluation.drafter: max(
-                self.folder.costs(names[evaluation.drafter]).speedup(
-                    row.tokens_a_round, row.setting.draft_length, self.load.batch_size, self.load.context
-                )
-                for row in evaluation.results
-            )
+            evaluation.drafter: max(self.speedup_in_engine(evaluation.drafter, row) for row in evaluation.results)
             for evaluation in evaluations
         }
         told = ", ".join(f"{name} {speedup:.2f}×" for name, speedup in speedups.items())
@@ -106,19 +102,42 @@ class SearchResult:
         paying = [evaluation for evaluation in evaluations if speedups[evaluation.drafter] > 1]
         return sorted(paying, key=lambda evaluation: speedups[evaluation.drafter], reverse=True)
 
-    def export_chosen(self, chosen: Evaluation) -> None:
-        """Export a drafter, given what was measured of it at all batch sizes, unless it is not lossless.
+    def speedup_in_engine(self, drafter: str, row: Result) -> float:
+        """Return the speedup that an engine's own times foretell for what a finalist was measured to accept."""
+        [name] = [
+            score.name for score in self.state.finalists if self.folder.drafter_of(score.name, score.steps) == drafter
+        ]
+        setting = row.setting
+        return self.folder.costs(name).speedup(
+            row.tokens_a_round, setting.draft_length, setting.batch_size, self.load.context
+        )
 
-        Where the engine can change draft lengths, the schedule follows from all of them.
+    def served_drafts(self, chosen: Evaluation) -> tuple[Evaluation, Schedule | None]:
+        """Return what was measured at the load, or at all that a schedule follows from, and that schedule if any.
+
+        Where an engine was timed, only the rows of the draft lengths that its times foretell as fastest are returned.
         """
+        schedule = schedule_of(chosen.drafter_kind, chosen)
+        if self.settings.timed_engine:
+            speedups = [(self.speedup_in_engine(chosen.drafter, row), row) for row in chosen.results]
+            fastest = {
+                size: max((found for found in speedups if found[1].setting.batch_size == size), key=itemgetter(0))
+                for size in sorted({row.setting.batch_size for row in chosen.results})
+            }
+            lengths = {size: row.setting.draft_length if speedup > 1 else 0 for size, (speedup, row) in fastest.items()}
+            schedule = as_schedule(chosen.drafter_kind, lengths)
+            chosen = replace(chosen, results=[row for _, row in fastest.values()])
+        return (chosen, schedule) if schedule else (self.within_sla([chosen])[0], None)
+
+    def export_chosen(self, chosen: Evaluation) -> None:
+        """Export a drafter, given what was measured of it at all batch sizes, unless it is not lossless."""
         out = self.folder.export
         if chosen.certificate and not chosen.certificate.passed:
             self.console.print(f"{chosen.drafter} did not pass its certificate of losslessness: nothing is exported")
         elif out.is_dir():
             self.console.print(f"exported: {out}", soft_wrap=True)
         else:
-            [at_load] = self.within_sla([chosen])
-            measured = chosen if schedule_of(chosen.drafter_kind, chosen) else at_load
+            measured, schedule = self.served_drafts(chosen)
             exported = ExportSettings(
                 target=self.target.name,
                 checkpoint=chosen.drafter,
@@ -128,7 +147,7 @@ class SearchResult:
                 max_new_tokens=self.settings.max_new_tokens,
                 out=out,
             )
-            export(exported, self.target, self.console, measured)
+            export(exported, self.target, self.console, measured, schedule)
 
     def is_exportable(self, measured: Evaluation, engine: str) -> bool:
         """Return whether an engine serves what was measured, for this target too where it was trained."""

@@ -260,7 +260,10 @@ def logged_prompts(logged: Sequence[LoggedRequest], source: str) -> list[Prompt]
     """Return the prompts among the requests of a log, and tell of those that were logged without one."""
     prompts = [request.prompt for request in logged if isinstance(request.prompt, Prompt)]
     if len(prompts) < len(logged):
-        notice(f"{source}: {len(logged) - len(prompts)} requests were logged as token ids alone, and are left out")
+        notice(
+            f"{source}: {len(logged) - len(prompts)} requests were logged as the server read them, in token ids, and "
+            "are left out: let vLLM log what clients send, too, with --uvicorn-log-level debug"
+        )
     return prompts
 
 

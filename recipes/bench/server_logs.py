@@ -84,7 +84,7 @@ def read_log(path: Path) -> list[LoggedRequest]:
     if not requests:
         raise UserError(
             f"{path} holds no request with its prompt: start vLLM with VLLM_LOGGING_LEVEL=DEBUG and "
-            "--enable-log-requests, or SGLang with --log-requests --log-requests-level 3"
+            "--enable-log-requests --uvicorn-log-level debug, or SGLang with --log-requests --log-requests-level 3"
         )
     return requests
 

@@ -128,15 +128,18 @@ class WithChats(OfTarget):
 class OfDrafters(WithChats):
     """The settings that all commands share which measure drafters on prompts."""
 
-    drafter: tuple[Name, ...] = option(
-        INPUT, "checkpoint, mtp, ngram, suffix, lookahead, none", metavar="D", repeatable=True
-    )
+    drafter: tuple[Name, ...] = option(INPUT, "checkpoint, mtp, ngram, suffix, lookahead", metavar="D", repeatable=True)
     num_prompts: Count | None = option(INPUT, "take so many prompts of each set (all)", None, "N")
     top_p: AboveZero = option(DECODING, DRAWN, 1.0, "P")
     max_new_tokens: Count = option(DECODING, "longest answer, in tokens", 32, "N")
     seed: Seed = option(DECODING, "another seed samples other texts", 0, "N")
     num_threads: Count | None = option(OUTPUT, "CPU threads (PyTorch's default)", None, "N")
     out: FilePath = option(OUTPUT, "folder to write", metavar="DIR")
+
+    def refuse_mistakes(self) -> None:
+        if "none" in self.drafter:
+            raise UserError("--drafter none: plain decoding is measured beside each drafter anyway; leave it out")
+        super().refuse_mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +249,7 @@ class LoadTestSettings(OfDrafters):
     sla_tpot_ms: Positive | None = option(TRAFFIC, "longest later token of 95 % of requests", None, "MS")
 
     def refuse_mistakes(self) -> None:
-        if len(self.drafter) > 1 or self.drafter == ("none",):
+        if len(self.drafter) > 1:
             raise UserError("--drafter: give one; plain decoding is measured beside it")
         if bool(self.rate) == bool(self.concurrency):
             raise UserError("give either --rate (requests a second) or --concurrency (requests at once)")
@@ -287,7 +290,9 @@ class PlanSettings(OfTarget):
     drafter: tuple[Name, ...] = option(INPUT, "kind, recipe or checkpoint", metavar="D", repeatable=True)
     acceptance: tuple[Name, ...] = option(INPUT, "measured acceptance (a file), or a rate for all depths", (), "A")
     batch_size: tuple[BatchSize, ...] = option(DECODING, "requests decoded at a time", (1, 2, 4, 8, 16, 32), "N")
-    context: Count | None = option(DECODING, "tokens of a request so far (256, at most half)", None, "N")
+    context: Count | None = option(
+        DECODING, "tokens of a request so far (256, at most half; 2048 with --gpu)", None, "N"
+    )
     draft_length: tuple[Depth, ...] = option(DECODING, "tokens drafted a round (1 to 8, or as it can)", (), "K")
     tree_nodes: tuple[TwoOrMore, ...] = option(DECODING, "plan trees of so many drafted tokens, too", (), "N")
     gpu: Name | None = option(ELSEWHERE, "predict for this GPU from the target's config.json alone", None, "GPU")

@@ -95,9 +95,9 @@ class AutoSettings(OfKinds):
     budget: Hours = option(MEASURING, "hours for everything", 1.0, "HOURS")
     check: Name | None = option(
         MEASURING,
-        "let this vLLM decode what is exported: its venv, which tells costs, too, or URL",
+        "let this vLLM decode what is exported, and tell costs",
         None,
-        "VENV_OR_URL",
+        "VENV",
     )
     sla_ttft_ms: Positive | None = option(MEASURING, "latest first token of 95 % of requests", None, "MS")
     sla_tpot_ms: Positive | None = option(MEASURING, "longest later token of 95 % of requests", None, "MS")
@@ -107,8 +107,7 @@ class AutoSettings(OfKinds):
     @property
     def timed_engine(self) -> Path | None:
         """The environment of the vLLM in which rounds are timed; None where they are timed in the bundled decoder."""
-        is_timed = self.engine == "vllm" and self.check and not self.check.startswith("http")
-        return Path(str(self.check)) if is_timed else None
+        return Path(self.check) if self.engine == "vllm" and self.check else None
 
     def family_of(self, kind: str) -> str:
         return kind.partition("@")[0]
@@ -116,6 +115,11 @@ class AutoSettings(OfKinds):
     def refuse_mistakes(self) -> None:
         if self.check and self.engine == "sglang":
             raise UserError("--check is done by a vLLM: leave it out with --engine sglang")
+        if self.check and self.check.startswith("http"):
+            raise UserError(
+                "--check: no running server has the drafter yet that `auto` will find: give the virtual environment "
+                "of a vLLM, or serve what was exported, and give the address to `draftsmith export --check`"
+            )
         super().refuse_mistakes()
 
 

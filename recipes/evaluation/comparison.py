@@ -243,15 +243,14 @@ def with_certificates(
     settings: CertifySettings,
     progress: Progress,
 ) -> list[Evaluation]:
-    """Return evaluations with a new certificate for each of these drafters that drafts."""
-    drafting = {name: drafter for name, drafter in drafters.items() if drafter.kind != "none"}
-    task = progress.add_task("certifying", total=sum(map(num_checks, drafting.values())), detail="")
+    """Return evaluations with a new certificate for each of these drafters."""
+    task = progress.add_task("certifying", total=sum(map(num_checks, drafters.values())), detail="")
     expected = plain_texts(target, prompts.token_ids, settings)
     certificates = {
         name: certify(
             target, drafter, prompts.token_ids, settings, expected, on_progress=lambda: progress.advance(task)
         )
-        for name, drafter in drafting.items()
+        for name, drafter in drafters.items()
     }
     return [
         replace(evaluation, certificate=certificates.get(evaluation.drafter, evaluation.certificate))

@@ -64,10 +64,9 @@ def run(settings: RefreshSettings, console: Console) -> None:
     serving, state = Champions(settings.out).serving, read_state(settings.out)
     if serving is None and settings.drafter is None:
         raise UserError(f"{settings.out} holds no champion yet: give the one that serves now by --drafter CHECKPOINT")
-    if settings.drafter and state.rounds:
+    if settings.drafter and serving is not None:
         notice(f"champion {serving} serves already; --drafter is of the first call and has no effect")
-    name = settings.target or (state.rounds[-1].target if state.rounds else str(EMBEDDED_TARGET))
-    target = load_target(name, settings.device)
+    target = load_target(settings.target or state.target or str(EMBEDDED_TARGET), settings.device)
     if settings.follow is None:
         one_round(settings, target, console)
         return
@@ -113,10 +112,13 @@ class Refresh:
         self.champions, self.window = Champions(self.out), Window(self.out / "prompts")
         self.state = read_state(self.out)
         self.longest = longest_prompt(target, settings.max_new_tokens)
-        if (serving := self.champions.serving) is None:
-            self.champions.begin(self.first_champion())
-        else:
-            load_drafter(self.champions.path(serving), target)  # raises where it does not go with the target
+        serving = self.champions.serving
+        # Both raise where the drafter does not go with the target.
+        champion = self.first_champion() if serving is None else load_drafter(self.champions.path(serving), target)
+        if self.state.target != target.name:
+            self.save(replace(self.state, target=target.name))
+        if serving is None:
+            self.champions.begin(champion)
 
     def run(self) -> None:
         """Finish the round that an earlier call began, or make one of the new prompts."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
+from draftsmith.models.storage.typed_json import optional
 from draftsmith.recipes.refreshing.champions import LINK
 from draftsmith.recipes.refreshing.judgement import Judgement
 from draftsmith.recipes.refreshing.traffic import Taken, TrafficCounts
@@ -47,6 +48,7 @@ class RefreshState:
 
     taken: dict[str, Taken]  # by source of traffic
     rounds: list[Round]  # the newest of them, oldest first
+    target: str | None = optional()  # of the last call
 
     @property
     def open(self) -> Round | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from draftsmith.data.progress import notice
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.recipes.watching.history import History
 from draftsmith.recipes.watching.watch import POOLED, Pool, change_text
@@ -105,6 +106,7 @@ def why_moved(look: Look, false_alarms: float) -> str | None:
 def fall_in_history(path: Path, since: float) -> str | None:
     """Return the fall of acceptance that `draftsmith watch` would have found since a time, in words; None for none."""
     if not path.is_file():
+        notice(f"--history {path}: there is no such file, so falls that `watch` finds do not count")
         return None
     history = History(path)
     for server in history.servers():

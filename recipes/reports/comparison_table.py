@@ -28,8 +28,6 @@ from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDraft
 from draftsmith.recipes.reports.lossless import certificate_text, lossless_text
 from draftsmith.recipes.reports.what_if import chains, profile_of, speedups
 
-PLAIN = "none"  # the kind of plain decoding among drafters
-
 
 def compared(data: ReportData) -> Section:
     _, leading = data.leader
@@ -61,7 +59,7 @@ def by_setting(drafters: list[MeasuredDrafter]) -> dict[str, list[DrafterResult]
         for row in drafter.results:
             blocks.setdefault(setting_name(row.setting) + (label and f", on {label}"), []).append((drafter, row))
     for block in blocks.values():
-        block.sort(key=lambda pair: (not pair[0].is_trained, pair[0].kind == PLAIN, -pair[1].speed.speedup))
+        block.sort(key=lambda pair: (not pair[0].is_trained, -pair[1].speed.speedup))
     return blocks
 
 
@@ -71,8 +69,7 @@ def ranking_table(setting: str, block: list[DrafterResult]) -> Table:
     The results are of one setting, or of several that differ in their drafts alone and were measured in turns.
     """
     have_own_drafts = len({draft_text(row.setting) for _, row in block}) > 1
-    drafting = [(drafter, row) for drafter, row in block if drafter.kind != PLAIN]
-    drafting.sort(key=lambda pair: (pair[1].is_sound, pair[1].speed.speedup), reverse=True)
+    drafting = sorted(block, key=lambda pair: (pair[1].is_sound, pair[1].speed.speedup), reverse=True)
     reach = max([1.0, *(max(ends_of(row)) for _, row in drafting)])
     rows: list[Row] = [
         {
@@ -110,15 +107,12 @@ def comparison_table(setting: str, block: list[DrafterResult]) -> Table:
     """Return all drafters at one setting, plain decoding, and what transformers reached beside them."""
     rows = [comparison_cells(drafter, row) for drafter, row in block]
     last, row = block[-1]
-    if last.kind != PLAIN:
-        rows.append(plain_cells(row, "" if last.is_trained else last.note))
+    rows.append(plain_cells(row, "" if last.is_trained else last.note))
     rows += baseline_cells(block, list(rows[0]))
     return table_of(setting[0].upper() + setting[1:], rows, idle_note(block), words=("drafter", "identical outputs"))
 
 
 def comparison_cells(drafter: MeasuredDrafter, row: Result) -> Row:
-    if drafter.kind == PLAIN:
-        return plain_cells(row, drafter.note)
     phases = row.speed.milliseconds_per_round
     sound = Cell(lossless_text(row), row.setting.verification_mode, "" if row.is_sound else "alarm")
     return {
@@ -141,7 +135,7 @@ def plain_cells(row: Result, note: str) -> Row:
     """Return the cells of plain decoding as it was measured beside a drafter, whose result is given."""
     speed = f"{row.speed.baseline_tokens_per_second:.1f}"
     return {
-        "drafter": Cell(PLAIN, ", ".join(filter(None, ("plain decoding", note)))),
+        "drafter": Cell("none", ", ".join(filter(None, ("plain decoding", note)))),
         "acceptance length": "1.00",
         "draft acceptance": "–",
         "speedup": "1.00×",
@@ -209,7 +203,7 @@ def domain_table(block: list[DrafterResult]) -> Table:
             },
         }
         for drafter, row in block
-        if drafter.kind != PLAIN and row.domains is not None
+        if row.domains is not None
     ]
     return table_of("By domain of the prompts: acceptance length, speedup", rows)
 
@@ -225,7 +219,7 @@ def span_table(block: list[DrafterResult]) -> Table:
             },
         }
         for drafter, row in block
-        if drafter.kind != PLAIN and row.spans is not None
+        if row.spans is not None
     ]
     return table_of("By kind of span: acceptance length", rows)
 

@@ -12,7 +12,7 @@ from draftsmith.inference.planning.plans import Plan
 from draftsmith.recipes.pages.tables import Tone, count, draft_text, speedup_text, tone_of
 from draftsmith.recipes.report_data.contents import Replay, ReportData
 from draftsmith.recipes.report_data.measured import DrafterResult, MeasuredDrafter
-from draftsmith.recipes.reports.comparison_table import PLAIN, by_setting
+from draftsmith.recipes.reports.comparison_table import by_setting
 from draftsmith.recipes.reports.lossless import divergences
 from draftsmith.recipes.reports.serving import judged_line
 from draftsmith.recipes.reports.speed import batch_curve, break_even
@@ -95,8 +95,6 @@ def chosen_result(data: ReportData, best: MeasuredDrafter, row: Result) -> Resul
 
 def title_of(best: MeasuredDrafter, row: Result) -> str:
     size = f"batch size {row.setting.batch_size}"
-    if best.kind == PLAIN:
-        return f"Only plain decoding was measured: {row.speed.tokens_per_second:.1f} tokens per second at {size}."
     speedup = f"{row.speed.speedup:.2f}×"
     if tone_of(row) == "good":
         parts = [f"{speedup} at {size}", break_even_text(batch_curve(best, row.setting))]

@@ -7,6 +7,7 @@ from huggingface_hub import HfApi
 from rich.console import Console
 
 from draftsmith.data.prompts.prompts import read_prompt_set
+from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Evaluation
 from draftsmith.models import Target, load_drafter
@@ -24,18 +25,26 @@ from draftsmith.recipes.serving.export import WEIGHT_FILES, Exported, export_fol
 from draftsmith.recipes.serving.model_card import schedule_of, served_result, write_card
 from draftsmith.recipes.serving.serve_commands import (
     at_most_drafted,
+    check_swaps,
     speculative_config,
     write_scripts,
     write_swappable,
 )
 
 
-def export(settings: ExportSettings, target: Target, console: Console, measured: Evaluation | None = None) -> Exported:
+def export(
+    settings: ExportSettings,
+    target: Target,
+    console: Console,
+    measured: Evaluation | None = None,
+    schedule: Schedule | None = None,
+) -> Exported:
     """Export a checkpoint and do what the settings ask for.
 
-    `measured` is an evaluation of the checkpoint, which is exported with it in place of one on the prompts. The folder
-    appears when it is whole. Raises `UserError`: without a folder for what cannot be done; with it where `check` found
-    that the engine and draftsmith disagree, in which case nothing is pushed, and where pushing fails.
+    `measured` is an evaluation of the checkpoint, which is exported with it in place of one on the prompts, and
+    `schedule` then has the draft lengths by load. The folder appears when it is whole. Raises `UserError`: without a
+    folder for what cannot be done; with it where `check` found that the engine and draftsmith disagree, in which case
+    nothing is pushed, and where pushing fails.
     """
     if settings.check and not settings.prompts:
         raise UserError("--check needs --prompts to decode")
@@ -48,23 +57,23 @@ def export(settings: ExportSettings, target: Target, console: Console, measured:
         prompts = read_prompt_set(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     if settings.swappable and settings.engine != "vllm":
         raise UserError("--swappable: only a vLLM takes other weights while it runs: give --engine vllm")
-    out, evaluation, report, schedule = settings.out, None, None, None
+    out, evaluation, report = settings.out, None, None
     with export_folder(settings.checkpoint, target, out) as folder:
         names = served_names(out, settings.push)
         exported = write_drafter(settings.checkpoint, settings.engine, target, names, folder)
+        if settings.swappable:
+            check_swaps(exported)
         draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
         if measured:
             evaluation = replace(measured, drafter=str(out))
             write_evaluations([evaluation], {}, None, folder)
         elif prompts:
             evaluation = measure_exported(exported, target, prompts, settings, console)
+            schedule = schedule_of(exported.kind, evaluation)
         if evaluation:
             draft_length = served_result(evaluation).setting.draft_length
-            schedule = schedule_of(exported.kind, evaluation)
         commands = write_scripts(exported, settings.push or out, draft_length, schedule)
         if settings.swappable:
-            if exported.in_target or exported.kind in TRAINING_FREE:
-                raise UserError(f"--swappable: {exported.kind} has no weights of its own that a server could swap")
             commands["vllm, swappable"] = write_swappable(exported, out, draft_length)
         if settings.check and prompts:
             report = check_exported(exported, settings.check, target, prompts, draft_length, settings.max_new_tokens)

@@ -47,20 +47,24 @@ def served_result(evaluation: Evaluation) -> Result:
 
 
 def schedule_of(kind: str, evaluation: Evaluation) -> Schedule | None:
-    """Return the best draft length from each measured batch size on, 0 where none is shown to pay.
-
-    The smallest batch size stands for those below it. None where one batch size was measured, or vLLM cannot change
-    the draft length of that kind.
-    """
-    sizes = sorted({result.setting.batch_size for result in evaluation.results})
-    if len(sizes) < 2 or kind not in DYNAMIC_KINDS:
-        return None
-    draft_lengths = []
-    for size in sizes:
+    """Return the best draft length from each measured batch size on, 0 where none is shown to pay, if vLLM can."""
+    draft_lengths = {}
+    for size in {result.setting.batch_size for result in evaluation.results}:
         paying = [result for result in evaluation.results if result.setting.batch_size == size and result.pays]
         best = max(paying, key=lambda result: result.rank_key, default=None)
-        draft_lengths.append(best.setting.draft_length if best else 0)
-    return Schedule(tuple(zip([1, *sizes[1:]], draft_lengths, strict=True)))
+        draft_lengths[size] = best.setting.draft_length if best else 0
+    return as_schedule(kind, draft_lengths)
+
+
+def as_schedule(kind: str, draft_lengths: dict[int, int]) -> Schedule | None:
+    """Return draft lengths by batch size as a schedule, in which the smallest size stands for those below it.
+
+    None where there is one batch size, or vLLM cannot change the draft length of that kind.
+    """
+    if len(draft_lengths) < 2 or kind not in DYNAMIC_KINDS:
+        return None
+    (_, first), *others = sorted(draft_lengths.items())
+    return Schedule(((1, first), *others))
 
 
 def write_card(

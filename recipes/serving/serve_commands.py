@@ -10,6 +10,7 @@ from pathlib import Path
 from draftsmith.data.console import shell_path
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models.drafter_configs import NgramConfig
+from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import real_path, write_json, write_whole
 from draftsmith.recipes.engine_rules.engine_table import how_known
 from draftsmith.recipes.engine_rules.loader_rules import SGLANG, TRAINING_FREE, VLLM, rules_for
@@ -25,7 +26,7 @@ from draftsmith.recipes.serving.other_commands import (
 )
 from draftsmith.recipes.serving.vllm_medusa import MedusaProposer
 from draftsmith.recipes.serving.vllm_run import SpeculativeConfig
-from draftsmith.recipes.serving.vllm_swap import DraftSwap
+from draftsmith.recipes.serving.vllm_swap import METHODS, DraftSwap
 
 SGLANG_ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms whose draft length SGLang can change
 SWAP = Path(vllm_swap.__file__)  # lies beside a drafter whose weights a vLLM may swap
@@ -107,6 +108,16 @@ def plugin_command(exported: Exported, where: Path | str, draft_length: int) -> 
     config = plugin_config(at_most_drafted(exported, draft_length))
     words = ["env", f"PYTHONPATH={folder}", "vllm", "serve", shell_path(exported.target)]
     return shlex.join([*words, "--speculative-config", config.text])
+
+
+def check_swaps(exported: Exported) -> None:
+    """Raise `UserError` where a running vLLM would refuse to swap the drafter."""
+    speculative = speculative_config(exported.kind, "", 1)
+    if speculative.method not in METHODS or speculative.parallel_drafting:
+        raise UserError(
+            f"--swappable: a vLLM that drafts by {exported.kind} takes no other weights while it runs; leave it out, "
+            "and start the server anew for each checkpoint"
+        )
 
 
 def write_swappable(exported: Exported, where: Path, draft_length: int) -> str:

@@ -294,6 +294,18 @@ def test_other_servers_are_refused(
     assert not list(tmp_path.glob("store/shard-*"))
 
 
+def test_the_last_layer_alone_needs_no_layers_of_the_target(
+    base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An MTP head reads what the target's own head does, and that head's probabilities show it."""
+    monkeypatch.delattr(Target, "first_layers_from_pretrained")
+    server.layer_ids = [LAYER_IDS[-1]] * 2
+    changes = {"data.features_dir": tmp_path / "store", "data.features_endpoint": server.url}
+    given = {name: value for name, value in base.items() if name != "drafter.layer_ids"}
+    folder = train(make_config("mtp", {**given, **changes}, tmp_path / "run", run=RUN))
+    assert read_metrics(folder)[-1]["step"] == RUN["steps"]
+
+
 def test_a_server_of_few_bits(base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path) -> None:
     """Its states are not exact, but nearest to those of the layer that was asked for."""
     server.error = 0.3

@@ -95,6 +95,29 @@ def test_turns_are_one_sample_where_the_template_leaves_history_alone(make_targe
     assert (sample.finish_reason, sample.prompt_index, sample.domain) == ("eos", 7, "forge")
 
 
+def test_of_several_answers_in_a_row_none_stays() -> None:
+    """But a call with its result, which no other call has, and what opens a conversation."""
+    roles = "assistant user assistant assistant user assistant assistant tool"
+    turns = split_turns([{"role": role, "content": ""} for role in roles.split()])
+    assert [[message["role"] for message in turn.messages] for turn in turns] == [
+        ["assistant", "user"],
+        ["user"],
+        ["assistant", "tool"],
+    ]
+
+
+def test_a_turn_that_the_template_refuses_is_found_before_anything_is_answered(
+    make_target: Callable[[str], Target],
+) -> None:
+    """As Mistral's, Gemma's and Llama-2's: user and assistant have to take turns."""
+    roles = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}"
+    target = make_target(PLAIN.replace("{% for m in messages %}", "{% for m in messages %}" + roles))
+    messages = [*CHAT[1:], {"role": "user", "content": "cool it"}]
+    begin(target, messages).check_later_turns()
+    with pytest.raises(UserError, match="take turns"):
+        begin(target, [*messages, {"role": "user", "content": "now"}]).check_later_turns()
+
+
 def test_tokens_stay_as_sampled_through_later_turns(make_target: Callable[[str], Target]) -> None:
     """A text sampled letter by letter would be tokenised otherwise if it were rendered again."""
     target = make_target(PLAIN)

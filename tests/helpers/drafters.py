@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
+from draftsmith.inference.decoding.batch_engine import BatchEngine
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.batch import Batch
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState
@@ -163,3 +164,9 @@ def trained(kind: str, target: Target, prompts: list[list[int]], num_steps: int 
         optimizer.step()
         optimizer.zero_grad()
     return drafter.eval()
+
+
+@torch.no_grad()
+def admit(engine: BatchEngine, rows: list[int], prompts: list[list[int]]) -> None:
+    """Let an engine read prompts into free rows, of which each is the request of its number."""
+    engine.read_to_end(engine.open_rows(rows, prompts, rows))

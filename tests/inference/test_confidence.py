@@ -9,6 +9,8 @@ from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.planning.confidence import Drafts, choose_confidence, draft_everywhere, predict
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.models import DRAFTERS, Target, load_drafter
+from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
+from draftsmith.models.training_free.draft_model_cascade import DraftModelCascade
 
 COSTS = Costs("", "", "", "", draft_ms={"step: pass": 0.5}, verify_ms={"pass": 2.0}, host=0.0)
 
@@ -31,6 +33,21 @@ def test_rounds_are_the_decoders(kind: str, tiny_target: Target) -> None:
             assert stats.num_drafts == len(rounds)
             assert stats.num_draft_tokens == pytest.approx(sum(drafted for drafted, _ in rounds), abs=2)
             assert stats.num_accepted_tokens == pytest.approx(sum(accepted for _, accepted in rounds), abs=3)
+
+
+def test_a_cascade_of_draft_models_may_cut_its_drafts(tiny_target: Target) -> None:
+    """Its rounds differ in how many tokens they draft at most, as few as the models agree on."""
+    torch.manual_seed(2)
+    small, large = (
+        DraftModel.from_target(DraftModelConfig(num_layers=layers), tiny_target).eval()
+        for layers in (1, tiny_target.num_layers - 1)
+    )
+    prompt = tiny_target.encode("The smith heats")
+    answers = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target)).generate([prompt], 24).token_ids
+    (drafts,) = draft_everywhere(DraftModelCascade(small, large), tiny_target, [(prompt, answers[0])], 8)
+    (alone,) = draft_everywhere(large, tiny_target, [(prompt, answers[0])], 8)
+    assert (drafts.num_right <= alone.num_right).all()
+    assert (np.minimum(drafts.num_right, 1) == np.minimum(alone.num_right, 1)).all()  # the first is the large one's
 
 
 def test_a_short_answer_stands_beside_a_longer_one(tiny_target: Target) -> None:

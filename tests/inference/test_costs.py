@@ -161,8 +161,8 @@ def test_measured_costs_on_a_tiny_target(kind: str, tiny_target: Target) -> None
     assert costs.drafter_kind == kind
     assert costs.held_out.settings > 0
     assert any(row.tree for row in costs.fitted_on) == (kind != "ngram")
-    assert 0 < costs.plain(1, 16)
-    assert 0 < costs.round(3, 2, 16)
+    assert costs.plain(1, 16) > 0
+    assert costs.round(3, 2, 16) > 0
     assert from_json(Costs, to_json(costs)) == costs
     with pytest.raises(UserError, match="context 128: measuring needs 104 tokens beyond it.*give at most 24"):
         measure_costs(tiny_target, new_drafter(kind, tiny_target), CostRange(context=tiny_target.context))

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from drafters import untrained
+from drafters import admit, untrained
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -261,7 +261,7 @@ def test_a_round_can_be_recorded(kind: str, tiny_target: Target, monkeypatch: py
             continue
         engine = BatchEngine(tiny_target, drafter, settings, 2, CONTEXT)
         engine.fixed_shapes = True  # as on a GPU: a CPU looks at lengths to compute less
-        engine.admit([0, 1], [[5, 6, 7], [8, 9]], [0, 1])
+        admit(engine, [0, 1], [[5, 6, 7], [8, 9]])
         with WithTheHost() as seen:
             for _ in range(2):
                 record = engine.verify(engine.draft())

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from drafters import build
+from drafters import admit, build
 from replayed_graphs import StaleAddress, record_on_cpu
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -230,7 +230,7 @@ def test_a_recorded_verification_takes_no_draft_made_anew(shallow_target: Target
     settings = resolve_settings(drafter, Sampling(), 10, 1)
     engine = BatchEngine(shallow_target, drafter, settings, 1, 64)
     engine.fixed_shapes, engine.recorded = True, RecordedCalls(CPU, True)
-    engine.admit([0], [shallow_target.encode(PROMPTS[0])], [0])
+    admit(engine, [0], [shallow_target.encode(PROMPTS[0])])
     for _ in range(CALLS_TO_RECORD - 1):
         engine.verify(engine._propose(Chain(1), 0))
     recorded = engine._propose(Chain(1), 0)

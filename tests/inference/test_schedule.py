@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-from drafters import untrained
+from drafters import admit, untrained
 from exact_distributions import RULES, World, all_drafts, distances, independent, likeliest, outcomes, random_world
 
 from draftsmith.inference import SpeculativeDecoder
@@ -183,7 +183,7 @@ def test_a_drafter_that_was_off_drafts_as_one_that_never_was(
 
     def draft_after(texts: list[list[int]], draft_lengths: list[int]) -> tuple[BatchEngine, Draft]:
         engine = BatchEngine(tiny_target, drafter, settings, 3, slots)
-        engine.admit([0, 1, 2], texts, [0, 1, 2])
+        admit(engine, [0, 1, 2], texts)
         for draft_length in draft_lengths:
             engine.verify(engine.draft(draft_length))
         greedy = engine.draft(3)
@@ -222,7 +222,7 @@ def test_what_a_schedule_cannot_go_with_is_refused(tiny_target: Target) -> None:
 def test_chains_end_by_confidence(kind: str, tiny_target: Target) -> None:
     """The tokens are those of whole chains, up to where the product of the confidences falls below the least."""
     engine = BatchEngine(tiny_target, drafter_of(kind, tiny_target), GenerationSettings(64, shape=Chain(3)), 3, 96)
-    engine.admit([0, 1, 2], [tiny_target.encode(prompt) for prompt in PROMPTS[:3]], [0, 1, 2])
+    admit(engine, [0, 1, 2], [tiny_target.encode(prompt) for prompt in PROMPTS[:3]])
     state = engine.state
     state.confidence = torch.zeros(3, 3)
     whole = engine.drafter.propose(state, Chain(3)).tokens

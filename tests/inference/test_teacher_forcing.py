@@ -3,16 +3,18 @@
 from typing import Any
 
 import pytest
-from drafters import TEXTS, TRAINABLE, trained
+from drafters import TEXTS, TRAINABLE, trained, untrained
+from families import target_and_plain_model
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet, measure
 from draftsmith.inference.measuring.results import Result, TeacherForcedGap
 from draftsmith.inference.measuring.teacher_forcing import gap_to_training, gap_warning, teacher_forced_traces
-from draftsmith.inference.replay.replay import expected_stats
+from draftsmith.inference.replay.replay import expected_stats, record
 from draftsmith.models import DRAFTERS, Drafter, Target
 from draftsmith.models.drafters.eagle3 import Eagle3
+from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.storage.typed_json import to_json
 
@@ -43,6 +45,18 @@ def test_training_counts_what_the_decoder_counts(
         assert 0 < output.stats.total.draft_acceptance_rate < 1
         found = predicted(tiny_target, drafter, prompts, output.token_ids, draft_length)
         assert found == output.stats.requests
+
+
+def test_answers_may_end_where_the_context_does() -> None:
+    """GPT-2 has no position behind its last one. Drafts may reach beyond it, in measuring and in a recording."""
+    target, _ = target_and_plain_model("gpt2", {})
+    prompts = [[5 + i % 7 for i in range(target.context - length)] for length in (NUM_TOKENS, NUM_TOKENS + 2)]
+    settings = MeasureSettings(draft=DRAFT_LENGTH, max_new_tokens=NUM_TOKENS, repeats=1)
+    row = measure(target, {"medusa": untrained("medusa", target)}, PromptSet("p", prompts), settings)["medusa"]
+    assert row.teacher_forced
+    assert row.teacher_forced.mean_acceptance_length <= row.acceptance.mean_acceptance_length
+    recording = record(target, prompts, Sampling(0.0), NUM_TOKENS, DRAFT_LENGTH)
+    assert [len(answer) for answer in recording.answers] == [NUM_TOKENS, NUM_TOKENS + 2]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import build
+from drafters import admit, build
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
@@ -50,7 +50,7 @@ def test_each_row_gets_the_right_draft(cascade: Cascade, tiny_target: Target) ->
     """A row whose last three tokens stood before looks its draft up, the others are drafted for."""
     prompts = [[9, 5, 6, 7, 8, 4, 5, 6, 7], [9, 5, 6, 7, 8, 4, 3, 6, 7], [1, 2, 3]]
     engine = BatchEngine(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 3, 128)
-    engine.admit([0, 1, 2], prompts, [0, 1, 2])
+    admit(engine, [0, 1, 2], prompts)
     state = engine.state
     state.token_ids[torch.arange(3), state.lengths - 1] = torch.tensor([8, 8, 8])
     found = cascade.propose(state, Chain(3)).tokens
@@ -76,13 +76,13 @@ def test_a_draft_model_reads_what_others_drafted(cascade: Cascade, tiny_target: 
         cascade.remember(prompt + answer)
     settings = GenerationSettings(shape=Chain(4), stop_at_eos=False)
     engine = BatchEngine(tiny_target, cascade, settings, len(prompts), 128)
-    engine.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
+    admit(engine, [0, 1, 2, 3], prompts)
     for _ in range(3):
         engine.verify(engine.draft())
     texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
     assert max(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)) > 10  # drafts were right
     fresh = BatchEngine(tiny_target, cascade.trained, settings, len(prompts), 128)
-    fresh.admit([0, 1, 2, 3], [text[:-1] for text in texts], [0, 1, 2, 3])
+    admit(fresh, [0, 1, 2, 3], [text[:-1] for text in texts])
     for row, text in enumerate(texts):
         fresh.state.token_ids[row, len(text) - 1] = text[-1]
     engine.state.own_drafts = False
@@ -95,7 +95,7 @@ def test_a_trained_drafter_without_a_cache_is_asked_where_needed(
     cascade: Cascade, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = BatchEngine(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 1, 128)
-    engine.admit([0], [[9, 5, 6, 7, 8, 4, 5, 6, 7]], [0])
+    admit(engine, [0], [[9, 5, 6, 7, 8, 4, 5, 6, 7]])
     engine.state.token_ids[0, 9] = 8
     monkeypatch.setattr(type(cascade.trained), "propose", None)
     assert cascade.propose(engine.state, Chain(3)).tokens.tolist() == [[4, 5, 6]]

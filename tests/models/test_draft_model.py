@@ -167,6 +167,13 @@ def test_on_policy_text_is_the_drafters_own(tiny_target: Target) -> None:
         assert not torch.equal(on_policy.rewrite(batch, step=5).token_ids, found.token_ids)  # weights as they are now
 
 
+def test_on_policy_text_ends_where_the_targets_does(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a turn may stand in the target's generation_config.json alone."""
+    monkeypatch.setattr(tiny_target.model.generation_config, "eos_token_id", [1, 2])
+    drafter = DraftModel.from_target(DraftModelConfig(num_layers=1), tiny_target)
+    assert drafter.as_target().eos_token_ids == [1, 2]
+
+
 def test_the_share_of_on_policy_steps_rises(tiny_target: Target) -> None:
     drafter = DraftModel.from_target(DraftModelConfig(num_layers=1), tiny_target)
     config = DataConfig("", on_policy_share=0.5, on_policy_rise=0.5)

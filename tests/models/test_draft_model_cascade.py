@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import build
+from drafters import admit, build
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
+from draftsmith.inference.decoding.schedule import Schedule
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.drafters.draft_model import DraftModel, DraftModelConfig
@@ -58,7 +59,7 @@ def test_a_draft_begins_as_that_of_the_larger_model(
     settings = GenerationSettings(sampling=sampling, verification_mode=mode, shape=Chain(4), stop_at_eos=False)
     rows = list(range(len(prompts)))
     engine = BatchEngine(tiny_target, cascade, settings, len(prompts), 128)
-    engine.admit(rows, prompts, rows)
+    admit(engine, rows, prompts)
     lengths_seen = set()
     for _ in range(6):
         draft = engine.draft()
@@ -66,7 +67,7 @@ def test_a_draft_begins_as_that_of_the_larger_model(
             ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)
         ]
         fresh = BatchEngine(tiny_target, cascade.large, settings, len(prompts), 128)
-        fresh.admit(rows, [text[:-1] for text in texts], rows)
+        admit(fresh, rows, [text[:-1] for text in texts])
         for row, text in enumerate(texts):
             fresh.state.token_ids[row, len(text) - 1] = text[-1]
         alone = fresh.draft()
@@ -80,6 +81,25 @@ def test_a_draft_begins_as_that_of_the_larger_model(
         engine.verify(draft)
     assert min(lengths_seen) >= 1
     assert len(lengths_seen) > 1
+
+
+def test_the_small_model_reads_what_drafts_of_one_token_committed(
+    cascade: DraftModelCascade, tiny_target: Target
+) -> None:
+    """Nothing is asked of it then. Later it proposes what it proposes on rows that have read the text."""
+    prompts, rows = [tiny_target.encode(prompt) for prompt in PROMPTS], list(range(len(PROMPTS)))
+    settings = GenerationSettings(shape=Chain(4), schedule=Schedule(((1, 4), (2, 1))), stop_at_eos=False)
+    engine = BatchEngine(tiny_target, cascade, settings, len(prompts), 128)
+    admit(engine, rows, prompts)
+    for _ in range(6):
+        engine.verify(engine.draft(1))
+    texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
+    fresh = BatchEngine(tiny_target, cascade.small, settings, len(prompts), 128)
+    admit(fresh, rows, [text[:-1] for text in texts])
+    for row, text in enumerate(texts):
+        fresh.state.token_ids[row, len(text) - 1] = text[-1]
+    engine.state.own_drafts = False
+    assert cascade.proposed(engine.state, 3).tolist() == fresh.draft(3).tokens.tolist()
 
 
 def test_a_smaller_model_that_is_the_larger_one_drafts_all(tiny_target: Target) -> None:

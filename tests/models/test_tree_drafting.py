@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from drafters import untrained
+from drafters import admit, untrained
 from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
@@ -397,12 +397,12 @@ def test_a_node_is_drafted_as_its_path_alone(
     drafter = drafter_of(kind, tiny_target)
     prompts = [tiny_target.encode(prompt) for prompt in PROMPTS]
     engine = BatchEngine(tiny_target, drafter, GenerationSettings(shape=tree), len(prompts), 128)
-    engine.admit([0, 1, 2, 3], prompts, [0, 1, 2, 3])
+    admit(engine, [0, 1, 2, 3], prompts)
     for _ in range(2):
         engine.verify(engine.draft())
     texts = [ids[:length].tolist() for ids, length in zip(engine.state.token_ids, engine.state.lengths, strict=True)]
     fresh = BatchEngine(tiny_target, drafter, GenerationSettings(shape=Chain(tree.depth)), len(prompts), 128)
-    fresh.admit([0, 1, 2, 3], [text[:-1] for text in texts], [0, 1, 2, 3])
+    admit(fresh, [0, 1, 2, 3], [text[:-1] for text in texts])
     for row, text in enumerate(texts):
         fresh.state.token_ids[row, len(text) - 1] = text[-1]
 

@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.data.samples.sample import Sample
 from draftsmith.inference.decoding.counters import Stats
-from draftsmith.inference.decoding.schedule import Confident
+from draftsmith.inference.decoding.schedule import Confident, Schedule
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
 from draftsmith.inference.measuring.results import Certificate, Environment, Evaluation, Percentiles, read_evaluation
 from draftsmith.inference.measuring.spans import Span
@@ -36,6 +37,7 @@ from draftsmith.models import Drafter, Target, save_drafter
 from draftsmith.models.drafter_configs import Eagle3Config
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree
+from draftsmith.models.storage.files import write_json
 from draftsmith.models.storage.sealed_json import read_sealed
 from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.auto import auto, budget, result
@@ -50,6 +52,7 @@ from draftsmith.recipes.auto.budget import (
 from draftsmith.recipes.auto.contenders import served_kinds
 from draftsmith.recipes.auto.folder import SearchFolder
 from draftsmith.recipes.auto.race import Contender, Rung, decided, growth_to_come, ranked, run_rung, why_over
+from draftsmith.recipes.auto.result import SearchResult
 from draftsmith.recipes.auto.score import (
     Score,
     ScoredLookup,
@@ -75,6 +78,7 @@ from draftsmith.recipes.auto.traffic import (
     masked_text,
 )
 from draftsmith.recipes.auto.tuned_drafts import TunedDrafts
+from draftsmith.recipes.cli.main import parse
 from draftsmith.recipes.configs.training_settings import AutoSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.quickstart.budget import StepTime
@@ -605,6 +609,61 @@ def test_what_changes_the_output_is_not_exported(settings: AutoSettings, monkeyp
     assert "ngram did not pass its certificate of losslessness: nothing is exported" in run(settings)
     assert certified == ["ngram"]
     assert not (settings.out / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("draft_ms", "kind", "rows", "schedule"),
+    [
+        (2.0, "eagle3", [(1, 2), (8, 2)], Schedule(((1, 2), (8, 2)))),  # 1.96 / 1.4 is more than 2.31 / 1.8
+        (0.0, "eagle3", [(1, 4), (8, 4)], Schedule(((1, 4), (8, 4)))),
+        (9.0, "eagle3", [(1, 2), (8, 2)], Schedule(((1, 0), (8, 0)))),
+        (2.0, "medusa", [(8, 2)], None),  # vLLM cannot change the number of heads
+    ],
+)
+def test_drafts_are_served_by_the_times_of_the_engine_that_was_timed(
+    draft_ms: float,
+    kind: str,
+    rows: list[tuple[int, int]],
+    schedule: Schedule | None,
+    settings: AutoSettings,
+    tiny_target: Target,
+) -> None:
+    """Whatever the bundled decoder's own times say: by them nothing pays at eight requests."""
+    folder, score = SearchFolder(settings.out), score_of("eagle3", 2.0)
+    write_json(folder.costs_file("eagle3"), to_json(costs_of(draft_ms)))
+    grid = [(size, cost, length) for size, cost in ((1, 1.0), (8, 99.0)) for length in (2, 4)]
+    measured = [typed_result(0.6, cost, length=length, batch_size=size) for size, cost, length in grid]
+    name = folder.drafter_of("eagle3", score.steps)
+    environment = Environment({}, "cpu", 1, "float32", None, None, "")
+    evaluation = Evaluation(target="t", drafter=name, drafter_kind=kind, environment=environment, results=measured)
+    state = SimpleNamespace(finalists=[score])
+    timed = replace(settings, engine="vllm", check="venv", batch_size=8)
+    found = SearchResult(timed, tiny_target, state, ServingLoad(8, 100), Console())  # type: ignore[arg-type]
+    kept, found_schedule = found.served_drafts(evaluation)
+    assert [(row.setting.batch_size, row.setting.draft_length) for row in kept.results] == rows
+    assert found_schedule == schedule
+
+
+def test_a_lookup_that_the_engine_does_not_serve_is_no_rival(
+    settings: AutoSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = Auto(replace(settings, engine="sglang", drafters="eagle3"), Console(quiet=True))
+    assert search.rivals() == ["ngram"]
+    assert "suffix is no rival: sglang does not serve it" in capsys.readouterr().err
+
+
+def test_no_running_server_can_check_what_a_search_will_find(settings: AutoSettings) -> None:
+    with pytest.raises(UserError, match="--check: no running server has the drafter yet.*`draftsmith export --check`"):
+        replace(settings, engine="vllm", check="http://localhost:8000").refuse_mistakes()
+
+
+def test_what_a_search_was_asked_for_can_be_given_again() -> None:
+    """The words of the message are flags that are parsed to the same settings."""
+    given = AutoSettings(traffic="t.jsonl", keep_personal_data=True, temperature=0.5, out=Path("out"))
+    words = auto.asked(given).split()
+    parsed = parse(["auto", *words, "--out", "out"]).settings
+    assert isinstance(parsed, AutoSettings)
+    assert parsed == given
 
 
 def test_a_dry_run_trains_nothing(settings: AutoSettings) -> None:

@@ -110,6 +110,10 @@ MISTAKES = {
         GENERATE + "ngram --draft-length 2 --schedule s.json",
         "leave out --draft-length",
     ),
+    "plain decoding as a drafter": (
+        "evaluate --target {target} --drafter none --prompts {good} --out {out}",
+        "plain decoding is measured beside each drafter anyway",
+    ),
     "drafter to be trained": (GENERATE + "eagle3", "needs a checkpoint"),
     "drafter of another width": (
         "generate x --target {wide} --drafter {medusa}",

@@ -6,6 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from families import target_and_plain_model
 from torch import Tensor
 
 from draftsmith.inference import SpeculativeDecoder
@@ -175,6 +176,16 @@ def test_all_contenders_emit_the_same_tokens(tiny_target: Target, ends_early: li
         for baseline in row.baselines.values():
             assert (baseline.num_emitted_tokens, baseline.identical) == (emitted, 4)
             assert baseline.speedup_over_plain > 0
+
+
+def test_transformers_decodes_families_without_its_usual_attention() -> None:
+    """Gemma-2 caps scores, which the fused attention of torch cannot."""
+    target, _ = target_and_plain_model("gemma2", {})
+    (generate,) = make_baselines(["generate"], target, {})
+    assert generate.model.config._attn_implementation == "eager"
+    settings = MeasureSettings(max_new_tokens=12).resolve(load_drafter("none", target))
+    expected = SpeculativeDecoder(target, load_drafter("none", target)).generate([[5, 6, 7]], 12)
+    assert generate.decode([5, 6, 7], settings, 0).token_ids == expected.token_ids
 
 
 def test_baselines_sample_alike_in_every_repeat(tiny_target: Target) -> None:

@@ -102,9 +102,10 @@ def test_a_shift_that_is_sure_and_small_moves_nothing() -> None:
     assert "moved by 20%" in str(why_moved(replace(look, shift=0.2), 0.05))
 
 
-def test_a_fall_that_watch_has_found_counts(tmp_path: Path) -> None:
+def test_a_fall_that_watch_has_found_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "watch.db"
     assert traffic_shift.fall_in_history(path, 0.0) is None
+    assert "there is no such file" in capsys.readouterr().err
     history = History(path)
     chances = np.random.default_rng(0)
     for minute in range(120):
@@ -344,6 +345,20 @@ def test_rounds_from_a_first_champion_on(
     assert champions.serving == 2
     refresh.run(RefreshSettings(rollback=True, out=settings.out), Console(quiet=True))
     assert champions.serving == 1
+
+
+def test_later_calls_take_the_target_of_the_first_though_no_round_was_made(
+    settings: RefreshSettings, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call found too few prompts; then a scheduler names new traffic alone."""
+    always_better(monkeypatch)
+    named: list[str] = []
+    monkeypatch.setattr(refresh, "load_target", lambda name, _: named.append(name) or tiny_target)
+    few = write_rows(tmp_path / "few.jsonl", 0, 4)
+    first = replace(settings, target=tiny_target.name, traffic=str(few))
+    assert run(first) is None
+    assert run(replace(settings, drafter=None)) is not None
+    assert named == [tiny_target.name] * 2
 
 
 def test_of_many_prompts_no_more_are_held_out_than_judge(tiny_target: Target, tmp_path: Path) -> None:

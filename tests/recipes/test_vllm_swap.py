@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafters import untrained
 from safetensors.torch import save_file
 
 from draftsmith.models import DRAFTERS, Target, save_drafter
@@ -66,3 +67,12 @@ def test_a_swappable_export(
     )
     assert done.stdout.split() == ["True", "False"], done.stderr
     assert main([*words, "other", "--engine", "sglang"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["medusa", "p_eagle"])
+def test_an_export_that_no_server_would_swap_is_refused(kind: str, tiny_target: Target, tmp_path: Path) -> None:
+    save_drafter(untrained(kind, tiny_target), tmp_path / kind)
+    words = ["export", str(tmp_path / kind), "--engine", "vllm", "--target", tiny_target.name, "--out"]
+    assert main([*words, str(tmp_path / "plain")]) == 0
+    assert main([*words, str(tmp_path / "swappable"), "--swappable"]) == 2
+    assert not (tmp_path / "swappable").exists()

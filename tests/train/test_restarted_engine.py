@@ -147,6 +147,7 @@ def test_an_engine_that_does_not_start(
     monkeypatch.setattr(restarted, "LOOK_SECONDS", 0.05)
     waits: list[int] = []
     start = started_engine(command, tmp_path, server_at(free_url), tmp_path / "engine.log", lambda: waits.append(1))
+    (tmp_path / "engine.log").write_text("ValueError: of an earlier start\n")
     with pytest.raises(UserError, match=reason), start:
         pass
     assert len(waits) <= 5

@@ -55,7 +55,7 @@ def started(command: EngineCommand, server: Server, log: Path, on_wait: Callable
     if is_there(server):
         raise UserError(f"{server.name} answers before `{command.name}` starts an engine there: end what runs there")
     log.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
+    start, log_start = time.perf_counter(), log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         process = subprocess.Popen(
             command.words,
@@ -70,7 +70,8 @@ def started(command: EngineCommand, server: Server, log: Path, on_wait: Callable
             seconds = time.perf_counter() - start
             if process.poll() is not None or seconds > START_SECONDS:
                 ended = "ended" if process.poll() is not None else f"did not answer in {START_SECONDS:.0f} s"
-                raise UserError(f"the engine that {command.name} starts {ended}: {cause_in(log)} ({log} has all of it)")
+                cause = cause_in(log, log_start)
+                raise UserError(f"the engine that {command.name} starts {ended}: {cause} ({log} has all of it)")
             on_wait()
             time.sleep(LOOK_SECONDS)
         yield time.perf_counter() - start
@@ -87,9 +88,9 @@ def is_there(server: Server) -> bool:
     return True
 
 
-def cause_in(log: Path) -> str:
-    """Return the error that an engine died of, in a line that is not too long."""
-    return root_cause(log.read_text("utf-8", "replace"), "")[:LONGEST_CAUSE]
+def cause_in(log: Path, start: int) -> str:
+    """Return the error that an engine died of, in a line that is not too long. Its log begins at byte `start`."""
+    return root_cause(log.read_bytes()[start:].decode("utf-8", "replace"), "")[:LONGEST_CAUSE]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

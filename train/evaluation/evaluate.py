@@ -399,9 +399,11 @@ def what_training_brought(run: Path) -> str:
     Both were measured on the same prompts, unless `evaluation.time_share` left some of them out.
     """
     rows = compared_rows(run)
-    if len(rows) < 2 or checkpoint_step(next(iter(rows))):
-        return "what training brought is not known: its evaluations failed"
+    if not rows or checkpoint_step(next(iter(rows))):
+        return "what training brought is not known: the drafter was not measured alike before its first step"
     untrained, *trained = rows.values()
+    if not trained:
+        return "what training brought is not known: its evaluations failed"
     best = trained[place_of_best(trained)]
     before, after = untrained.acceptance.mean_acceptance_length, best.acceptance.mean_acceptance_length
     change = f"acceptance length {before:.2f} -> {after:.2f}"
