@@ -101,7 +101,7 @@ class TrainingRun:
                 show_data(setup, vocabulary)
             if vocabulary:
                 write_json(folder / VOCABULARY, to_json(vocabulary))
-        self.writer = CheckpointWriter(self.accelerator, self.drafter, folder, config.run.keep_checkpoints)
+        self.writer = CheckpointWriter(self.accelerator, self.drafter, folder, self.tidy)
         self.model, self.optimizer = self.accelerator.prepare(
             self.drafter, optimizer_of(self.drafter, config.optimizer)
         )
@@ -159,6 +159,12 @@ class TrainingRun:
             self.tracker.finish()
             if self.measures_untrained and self.evaluator:
                 say(what_training_brought(self.folder))
+
+    def tidy(self) -> None:
+        """Point `best` at the best checkpoint, and thin out older ones."""
+        run, optimizer = self.config.run, self.config.optimizer
+        whole = checkpoint_name(optimizer.decay_start(run.steps)) if optimizer.decay == "late" else None
+        tidy(self.folder, run.keep_checkpoints, whole)
 
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after so many steps.
@@ -275,7 +281,7 @@ class TrainingRun:
         self.writer.save(self.optimizer, progress)
         reason_to_stop = self.evaluator.newest(seconds) if self.evaluator and stopped_by is None else None
         if self.accelerator.is_main_process:
-            tidy(self.folder, self.config.run.keep_checkpoints)
+            self.tidy()
         if stopped_by is not None:
             raise Stopped(stopped_by, checkpoint_name(step))
         return reason_to_stop

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
+from draftsmith.models.target.scaled_head import times_factor
 from draftsmith.models.target.target import Target
 
 SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway
@@ -77,9 +78,10 @@ def fit_map(drafter: nn.Module, head: nn.Linear, counts: Tensor, target: Target)
 
 @torch.no_grad()
 def copy_head(head: nn.Linear, target: Target, token_ids: Tensor | None) -> None:
-    """Copy the target's output matrix, or its rows of some tokens [Vd], into a head."""
+    """Copy the target's output matrix, or its rows of some tokens [Vd], into a head, times the factor of its logits."""
     weight = target.head_weight()
-    head.weight.copy_(weight if token_ids is None else weight[token_ids.to(weight.device)])
+    rows = weight if token_ids is None else weight[token_ids.to(weight.device)]
+    head.weight.copy_(times_factor(rows, target.text_config))
 
 
 def vocabulary_hash(token_ids: Tensor) -> str:

@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, W drafted tokens that are read, H hidden width, V voca
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shap
 from draftsmith.models.drafter_parts.decoder_layer import DeeperLayer, layer_config_for, randomize
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
+from draftsmith.models.drafter_parts.vocabulary import copy_head
 from draftsmith.models.drafters.medusa import ResidualBlocks
 from draftsmith.models.layers import gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
@@ -76,7 +77,7 @@ class Hydra(Drafter):
         for block, head in zip(drafter.blocks, drafter.lm_heads, strict=True):
             assert isinstance(block, HydraBlocks)
             nn.init.eye_(block.residual.weight)  # 1 where hidden state and output have the same place
-            head.load_state_dict({"weight": target.head_weight()})
+            copy_head(cast(nn.Linear, head), target, None)
         return drafter
 
     @property

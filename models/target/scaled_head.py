@@ -7,19 +7,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-FACTORS = ("logit_scale", "logits_scaling", "output_multiplier", "final_logit_softcapping")  # fields of configs
+# Fields of configs.
+FACTORS = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier", "final_logit_softcapping")
 
 
 def scaled_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
     """Return the logits [..., V] of a head with the scaling of its family, by the config of the language model."""
+    logits = times_factor(logits, config)
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma and others
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def times_factor(logits: Tensor, config: PretrainedConfig) -> Tensor:
+    """Return logits, or the weights of a head, times the factor of its family. Caps are left out."""
     if scale := getattr(config, "logit_scale", None):  # Cohere
         logits = logits * scale
     if scale := getattr(config, "logits_scaling", None):
         logits = logits * scale if config.model_type == "hyperclovax" else logits / scale  # else Granite
     if scale := getattr(config, "output_multiplier", None):  # Muse
         logits = logits * scale
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma and others
-        logits = cap * torch.tanh(logits / cap)
+    if scale := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
+        logits = logits * scale
     return logits
 
 

@@ -30,7 +30,7 @@ from draftsmith.inference.planning.costs_after_evaluation import typical_context
 from draftsmith.inference.traffic.stages import Sla
 from draftsmith.models import Drafter, load_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.models.storage.files import write_json
+from draftsmith.models.storage.files import real_path, write_json
 from draftsmith.models.storage.sealed_json import read_sealed, write_sealed
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.auto.budget import cost_seconds, in_words, make_plan, plan_lines, recipe_of_auto
@@ -54,7 +54,7 @@ from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.auto.traffic import describe_answers, divide, longest_prompt
 from draftsmith.recipes.auto.tuned_drafts import TunedDrafts, tuned_drafts
 from draftsmith.recipes.configs.training_settings import AutoSettings
-from draftsmith.recipes.engine_rules.loader_rules import is_served
+from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, check_name, is_served
 from draftsmith.recipes.evaluation.comparison import EvaluationOptions, evaluate_side_by_side
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS
@@ -123,6 +123,7 @@ class Auto:
         longest = longest_prompt(target, settings.max_new_tokens)
         drafters = new_contenders(self.kinds, target, settings.engine)
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
+        drafters = self.startable(drafters)
         training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {in_words(settings.budget)} allow on this machine ...")
         plan = make_plan(target, training, traffic, drafters, settings.budget, self.answers)
@@ -133,6 +134,28 @@ class Auto:
         }
         over = NONE_CAN_PAY if all(rate is None for rate in needed.values()) else None
         return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], [], over=over))
+
+    def startable(self, drafters: dict[str, Drafter]) -> dict[str, Drafter]:
+        """Return the kinds that the timed vLLM serves, whose costs are measured with that; all where none is timed.
+
+        Raises `UserError` where none is left, and for a folder from whose name vLLM would guess another kind.
+        """
+        if self.settings.engine != "sglang":
+            for drafter in drafters.values():
+                if rules := LOADER_RULES.get(("vllm", drafter.kind)):
+                    check_name(rules.method, "--out", str(real_path(self.folder.export)))
+        if not self.engine:
+            return drafters
+        found = {}
+        for kind, drafter in drafters.items():
+            try:
+                self.costs({kind: drafter}, None)
+                found[kind] = drafter
+            except UserError as error:
+                notice(f"{kind} does not race: {error}")
+        if not found:
+            raise UserError(f"--check {self.settings.check} serves none of --drafters {self.settings.drafters}")
+        return found
 
     def save(self, state: AutoState) -> AutoState:
         """Keep what was found so far, and write it."""

@@ -14,7 +14,14 @@ from draftsmith.models.storage.files import write_whole
 from draftsmith.recipes.auto.folder import SearchFolder
 from draftsmith.recipes.auto.page import NONE_KEEPS_SLA, auto_page, more_time
 from draftsmith.recipes.auto.score import ServingLoad
-from draftsmith.recipes.auto.service_level import at_batch_size, chains_alone, fastest_first, sla_lines, within_sla
+from draftsmith.recipes.auto.service_level import (
+    at_batch_size,
+    chains_alone,
+    fastest_first,
+    kept,
+    sla_lines,
+    within_sla,
+)
 from draftsmith.recipes.auto.state import AutoState
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.configs.training_settings import AutoSettings
@@ -115,8 +122,15 @@ class SearchResult:
     def served_drafts(self, chosen: Evaluation) -> tuple[Evaluation, Schedule | None]:
         """Return what was measured at the load, or at all that a schedule follows from, and that schedule if any.
 
-        Where an engine was timed, only the rows of the draft lengths that its times foretell as fastest are returned.
+        What broke the SLA at the load is left out. Where an engine was timed, only the rows of the draft lengths that
+        its times foretell as fastest are returned.
         """
+        allowed = [
+            row
+            for row in chosen.results
+            if row.setting.batch_size != self.load.batch_size or kept(row, self.load.sla) is not False
+        ]
+        chosen = replace(chosen, results=allowed)
         schedule = schedule_of(chosen.drafter_kind, chosen)
         if self.settings.timed_engine:
             speedups = [(self.speedup_in_engine(chosen.drafter, row), row) for row in chosen.results]
@@ -127,7 +141,7 @@ class SearchResult:
             lengths = {size: row.setting.draft_length if speedup > 1 else 0 for size, (speedup, row) in fastest.items()}
             schedule = as_schedule(chosen.drafter_kind, lengths)
             chosen = replace(chosen, results=[row for _, row in fastest.values()])
-        return (chosen, schedule) if schedule else (self.within_sla([chosen])[0], None)
+        return (chosen, schedule) if schedule else (at_batch_size([chosen], self.load.batch_size)[0], None)
 
     def export_chosen(self, chosen: Evaluation) -> None:
         """Export a drafter, given what was measured of it at all batch sizes, unless it is not lossless."""

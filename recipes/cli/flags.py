@@ -53,8 +53,11 @@ def values_of(setting: "Field[Any]", hint: Any) -> dict[str, Any]:
     if get_origin(kind) is not tuple:
         return reading | {"type": reader(kind)}
     types = get_args(kind)
-    number = len(types) if ... not in types else "*" if positional else "+"
-    return reading | {"type": reader(types[0])} | ({"action": "append"} if repeatable else {"nargs": number})
+    if repeatable:
+        return reading | {"type": reader(types[0]), "action": "append"}
+    number = len(types) if ... not in types else "*" if positional and setting.default is not MISSING else "+"
+    # A flag that is given twice has the values of both.
+    return reading | {"type": reader(types[0]), "nargs": number} | ({} if positional else {"action": "extend"})
 
 
 def reader(kind: Any) -> Callable[[str], Any]:

@@ -87,6 +87,11 @@ def _file(path: str) -> None:
         raise UserError(f"{path}: there is no such file")
 
 
+def _trace(path: str) -> None:
+    if not Path(path).exists():
+        raise UserError(f"{path}: there is no such file")
+
+
 def _schedule(path: str) -> None:
     _file(path)
     from draftsmith.inference.decoding.schedule import read_schedule
@@ -119,6 +124,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "fit_prompts": _prompts,
     "samples": _samples,
     "schedule": _schedule,
+    "trace": _trace,
     "tree": _tree,
     "run": _report,
     "config": _file,

@@ -5,7 +5,7 @@ first one, alone on the machine, measures speed on its own.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, product
 from pathlib import Path
@@ -55,6 +55,7 @@ class EvaluationOptions:
     skips_impossible: bool = False  # leave out settings with drafts that a drafter cannot make; else refuse them
     drafts: dict[str, list[DraftSetting]] | None = None  # those at which alone each drafter is measured, all in turns
     costs: bool = False  # write costs.json of the drafters for which a share of the time is enough, the fastest first
+    known_costs: dict[str, Costs] = field(default_factory=dict)  # that were measured before, to write and predict with
 
 
 def evaluate_side_by_side(
@@ -65,7 +66,7 @@ def evaluate_side_by_side(
     out: Path,
     options: EvaluationOptions = EvaluationOptions(),
 ) -> list[Evaluation]:
-    """Measure drafters (checkpoints, Hub names, `ngram`, `none`) at each setting on each set of prompts.
+    """Measure drafters (checkpoints, Hub names, `ngram`) at each setting on each set of prompts.
 
     Writes, when all is measured, and returns one evaluation a drafter; of several processes the first does, and the
     others return nothing. Raises `UserError`, before anything is measured, for drafters and settings that do not go
@@ -80,7 +81,7 @@ def evaluate_side_by_side(
     baselines = make_baselines(options.baselines, target, drafters)
     if rank == 0:
         require_writable(out)
-        refuse_other_evaluations(out, names)
+        refuse_others(out, names, "evaluation.json", "an evaluation")
     measurements = [Measurement(prompts, part, num_ranks) for prompts, part in product(prompt_sets, parts)]
     with progress_bar(rank == 0) as progress, cpu_threads(options.num_threads):
         minutes = options.minutes and options.minutes * (1 - COSTS_SHARE * options.costs)
@@ -101,7 +102,7 @@ def evaluate_side_by_side(
         if options.certify:
             evaluations = with_certificates(evaluations, drafters, target, prompt_sets[0], options.certify, progress)
     texts = texts_of_leader(target, drafters, evaluations, prompt_sets[0], grid) if options.sample_texts else None
-    costs: dict[str, Costs] = {}
+    costs = dict(options.known_costs)
     if options.costs:
         with cpu_threads(options.num_threads):
             costs = affordable_costs(target, drafters, evaluations, prompt_sets[0], COSTS_SHARE * measuring_seconds)
@@ -173,12 +174,15 @@ def texts_of_leader(
     return sample_texts(target, drafters[name], name, prompts, possible)
 
 
-def refuse_other_evaluations(out: Path, names: list[str]) -> None:
-    """Raise `UserError` where a folder holds evaluations that would stay beside new ones: they were not compared."""
-    written = evaluation_paths(out, names)
-    others = [path for path in (out / "evaluation.json", *out.glob("[0-9]*-*/evaluation.json")) if path not in written]
+def refuse_others(out: Path, names: list[str], file: str, content: str) -> None:
+    """Raise `UserError` where a folder holds files of other drafters than these, which would stay beside new ones.
+
+    What they hold was not measured together. `content` says what that is.
+    """
+    written = [path.with_name(file) for path in evaluation_paths(out, names)]
+    others = [path for path in (out / file, *out.glob(f"[0-9]*-*/{file}")) if path not in written]
     if found := [str(path.parent) for path in others if path.is_file()]:
-        raise UserError(f"an evaluation of other drafters lies in {', '.join(found)}: give another --out, or remove it")
+        raise UserError(f"{content} of other drafters lies in {', '.join(found)}: give another --out, or remove it")
 
 
 def loaded_drafters(target: Target, names: list[str]) -> dict[str, Drafter]:

@@ -28,14 +28,17 @@ def planned_lengths(name: str, asked: Sequence[int], most: int | None) -> list[i
 # --- acceptance
 
 
-def known_acceptance(texts: Sequence[str], kind: str) -> list[Acceptance]:
-    """Return what a user gave and what others published of drafters of a kind. Raises `UserError` for the former."""
+def known_acceptance(texts: Sequence[str], kind: str, longest: int) -> list[Acceptance]:
+    """Return what a user gave and what others published of drafters of a kind. Raises `UserError` for the former.
+
+    `longest` is the number of drafted tokens up to which a rate for all depths is needed.
+    """
     published = [entry for entry in PUBLISHED if entry.kind == kind]
-    own = [read_acceptance(text) for text in texts]
+    own = [read_acceptance(text, longest) for text in texts]
     return own + [Acceptance(entry.where, entry.source, [*entry.rates]) for entry in published]
 
 
-def read_acceptance(text: str) -> Acceptance:
+def read_acceptance(text: str, longest: int) -> Acceptance:
     """Return the acceptance of an evaluation.json, by its longest chains; or one rate for every depth."""
     try:
         rate = float(text)
@@ -43,7 +46,7 @@ def read_acceptance(text: str) -> Acceptance:
         return read_measured(Path(text))
     if not 0 <= rate <= 1:
         raise UserError(f"--acceptance {text}: give a rate from 0 to 1, or the path of an evaluation.json")
-    return Acceptance(f"rate {rate:g}", "assumed", [rate] * LONGEST)
+    return Acceptance(f"rate {rate:g}", "assumed", [rate] * longest)
 
 
 def read_measured(path: Path) -> Acceptance:

@@ -32,7 +32,6 @@ from draftsmith.recipes.configs.public_targets import public_target, target_conf
 from draftsmith.recipes.pages.tables import for_terminal
 from draftsmith.recipes.planning.drafter_shapes import drafter_shape
 from draftsmith.recipes.planning.expectations import (
-    LONGEST,
     batch_costs,
     expectations,
     known_acceptance,
@@ -145,9 +144,9 @@ def planned_drafter(
     """Return what is planned for a drafter. Raises `UserError` for drafts that it cannot make."""
     shape = costs.drafter
     lengths = planned_lengths(shape.name, settings.draft_length, shape.longest)
-    acceptances = known_acceptance(settings.acceptance, kind)
+    acceptances = known_acceptance(settings.acceptance, kind, max(lengths))
     acceptances = acceptances or [
-        Acceptance(f"an assumed rate of {ASSUMED_RATE:g}", "assumed", [ASSUMED_RATE] * LONGEST)
+        Acceptance(f"an assumed rate of {ASSUMED_RATE:g}", "assumed", [ASSUMED_RATE] * max(lengths))
     ]
     by_batch = [batch_costs(costs, batch, context, lengths) for batch in batches]
     expected = expectations(acceptances, costs, batches, context, max(lengths))

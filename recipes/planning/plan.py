@@ -23,7 +23,7 @@ from draftsmith.models.storage.files import whole_folder, write_json
 from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import PlanSettings
 from draftsmith.recipes.configs.public_targets import TOKENS_PER_SAMPLE
-from draftsmith.recipes.evaluation.comparison import evaluation_paths
+from draftsmith.recipes.evaluation.comparison import evaluation_paths, refuse_others
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.planning.drafter_shapes import drafter_of_shape
 from draftsmith.recipes.planning.expectations import drafter_plan, known_acceptance, listed, planned_lengths
@@ -71,7 +71,7 @@ def run(settings: PlanSettings, console: Console) -> None:
         plan_for_gpu(settings, console)
         return
     target = load_target(settings.target, settings.device)
-    known_acceptance(settings.acceptance, "")  # mistakes are told before anything is measured
+    known_acceptance(settings.acceptance, "", 1)  # mistakes are told before anything is measured
     batches = sorted(set(settings.batch_size))
     candidates = [read_candidate(name, target, settings) for name in dict.fromkeys(settings.drafter)]
     room = min(candidate.longest_context(target) for candidate in candidates)
@@ -79,6 +79,7 @@ def run(settings: PlanSettings, console: Console) -> None:
     names = [candidate.name for candidate in candidates]
     if settings.tree_nodes and not any(candidate.trees for candidate in candidates):
         raise UserError(f"--tree-nodes: {listed(names)} drafts chains only: leave it out")
+    refuse_others(settings.out, names, "costs.json", "costs")
     plans = []
     with whole_folder(settings.out) as out, progress_bar() as progress, cpu_threads(settings.num_threads):
         for candidate, path in zip(candidates, evaluation_paths(out, names), strict=True):
@@ -87,7 +88,7 @@ def run(settings: PlanSettings, console: Console) -> None:
             reach = candidate.cost_range(batches, context)
             costs = measure_costs(target, candidate.drafter, reach, candidate.name, show)
             write_json(path.parent / "costs.json", to_json(costs))
-            acceptances = known_acceptance(settings.acceptance, candidate.drafter.kind)
+            acceptances = known_acceptance(settings.acceptance, candidate.drafter.kind, max(candidate.draft_lengths))
             plan = drafter_plan(costs, batches, context, candidate.draft_lengths, acceptances, candidate.trees)
             plans.append(replace(plan, training=training_needs(candidate, target)))
         content = Plan(target.name, context, environment(target), plans)

@@ -283,7 +283,7 @@ class Refresh:
         new = self.window.training(self.prompts)
         old = self.window.earlier_training(self.prompts, len(new) + MOST_JUDGED)
         if self.round.plan is None:
-            timed = load_drafter(self.champions.path(self.round.champion), self.target)
+            timed = load_drafter(self.champions.path(self.round.champion), self.target).train()
             self.update(replace(self.round, plan=make_plan(self.target, timed, new, old, self.settings)))
         plan = self.round.plan
         assert plan is not None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from draftsmith.inference.decoding.schedule import Schedule
-from draftsmith.inference.measuring.results import Environment, Evaluation, Interval, Setting
+from draftsmith.inference.measuring.results import Environment, Evaluation, Interval, Result, Setting
 from draftsmith.inference.measuring.sample_texts import SampleText
 from draftsmith.inference.planning.costs import Costs
 from draftsmith.inference.planning.plans import Plan
@@ -133,10 +133,19 @@ class ReportData:
         return self.leader[1].setting
 
     def at_leading_setting(self) -> list[DrafterResult]:
-        """Return each drafter with its result at the leading setting, where it has one."""
-        setting = self.setting
-        rows = [(drafter, [row for row in drafter.results if row.setting == setting]) for drafter in self.drafters]
-        return [(drafter, same[0]) for drafter, same in rows if same]
+        """Return each drafter with its result at the leading setting, where it has one.
+
+        Settings of other schedules or trees count as equal: the leading row itself goes first, or one of its schedule.
+        """
+        _, leading = self.leader
+
+        def nearness(row: Result) -> tuple[bool, bool]:
+            return row is leading, row.setting.schedule == leading.setting.schedule
+
+        rows = [
+            (drafter, [row for row in drafter.results if row.setting == leading.setting]) for drafter in self.drafters
+        ]
+        return [(drafter, max(same, key=nearness)) for drafter, same in rows if same]
 
     def choice_for(self, drafter: MeasuredDrafter) -> Choice | None:
         return self._written_for(drafter, self.extras.get("choice", []))

@@ -45,7 +45,7 @@ def read_report_data(folder: Path) -> ReportData:
         runs = [run for config in configs if (run := _read_run(config.parent, reader)) and run.checkpoints]
         runs.sort(key=lambda run: run.best.first_result.rank_key, reverse=True)
         comparison = _comparison(folder, reader)
-        drafters = drafters_of_runs(runs, comparison) if runs else []
+        drafters = drafters_of_runs(runs, comparison) if runs or comparison else []
     else:
         runs, drafters = [], fastest_first(compared(_evaluations(folder, reader)))
     data = _by_conditions(runs, drafters)
@@ -120,10 +120,13 @@ def _every_evaluation(folder: Path, reader: Reader) -> list[Evaluation]:
 
 
 def _comparison(folder: Path, reader: Reader) -> list[Evaluation]:
-    """Read the newest folder in this one that `evaluate` wrote, which compared its drafters in one process."""
+    """Read the newest folder in this one in which `evaluate` compared drafters by draftsmith's decoder."""
     written = [path for path in folder.glob("*/evaluation.md") if not path.parent.name.startswith(".")]
-    newest = max(written, key=lambda path: path.stat().st_mtime, default=folder / "comparison/evaluation.md")
-    return _evaluations(newest.parent, reader)
+    newest_first = sorted(written, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (*newest_first, folder / "comparison/evaluation.md"):
+        if evaluations := _evaluations(path.parent, reader):
+            return evaluations
+    return []
 
 
 def _in_folder_or_below(folder: Path, name: str) -> list[Path]:

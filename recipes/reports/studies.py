@@ -81,6 +81,7 @@ def replay_table(data: ReportData, drafts: list[ReplayedDraft]) -> Table:
         line = lines.setdefault(
             (draft.drafter, draft.verification_mode), {"drafter": Cell(name, draft.verification_mode)}
         )
-        shape = f"tree of {draft.tree_nodes}" if draft.tree_nodes else f"draft length {draft.draft_length}"
+        tree = f"tree of {draft.tree_nodes}, {draft.draft_length} deep"
+        shape = tree if draft.tree_nodes else f"draft length {draft.draft_length}"
         line[shape] = Cell(f"{draft.mean_acceptance_length:.2f}", interval_text(draft.mean_acceptance_length_ci95))
     return table_of(f"{drafts[0].prompt_set}, temperature {drafts[0].temperature:g}", lines.values())

@@ -27,6 +27,8 @@ from draftsmith.models import (
 )
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
+from draftsmith.models.storage.model_files import target_config_file
+from draftsmith.models.storage.reading import read_json_object
 from draftsmith.recipes.engine_rules.engine_key_names import DTYPES
 from draftsmith.recipes.engine_rules.layout_check import check_files, engines_that_serve
 from draftsmith.recipes.engine_rules.loader_rules import LOADER_RULES, ONE_LAYOUT, TRAINING_FREE, check_name, rules_for
@@ -51,6 +53,8 @@ class Exported:
     max_draft_length: int | None
     served_by: tuple[str, ...]  # the engines
     in_target: bool = False  # it lies in a copy of the target, which is served in the target's place
+    target_dtype: str | None = None  # half precision that the target's config.json names; None: another one or none
+    whole_blocks: bool = False  # a shorter draft is one of other tokens, in vLLM, which cuts the block
 
 
 def export_checkpoint(
@@ -90,7 +94,9 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
     trained_for = drafter.trained_for or trained.config["draftsmith"]["trained_for"]
     fingerprint = trained_for.get("target_fingerprint")
     if drafter.served_in_target:
-        rules_for(engine, drafter.kind)
+        method = rules_for(engine, drafter.kind).method
+        for option, name in names.items():
+            check_name(method, option, name)
         drafter.write_in_target(folder)
         return Exported(folder, engine, drafter.kind, target.name, fingerprint, None, (engine,), in_target=True)
     trained.config["draftsmith"]["trained_for"] = trained_for
@@ -109,7 +115,26 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
             check_name(vllm.method, option, name)
     write_files(files, engine, folder, target)
     check_round_trip(source, folder, target)
-    return Exported(folder, engine, files.kind, target.name, fingerprint, drafter.max_draft_length, served_by)
+    both_ways = files.kind in ("dflash", "dflash2", "dspark") and not files.config.get("is_causal")
+    return Exported(
+        folder,
+        engine,
+        files.kind,
+        target.name,
+        fingerprint,
+        drafter.max_draft_length,
+        served_by,
+        target_dtype=stored_dtype(target.name),
+        whole_blocks=both_ways and engine == "vllm",
+    )
+
+
+def stored_dtype(target: str) -> str | None:
+    """Return the half precision that a target's config.json names; None where it names another one or none."""
+    config = read_json_object(target_config_file(target))
+    config = config.get("text_config") or config
+    name = str(config.get("dtype") or config.get("torch_dtype"))
+    return name if name in ("bfloat16", "float16") else None
 
 
 def why_not_served(drafter: Drafter, engine: str) -> str | None:

@@ -63,7 +63,8 @@ def export(
         exported = write_drafter(settings.checkpoint, settings.engine, target, names, folder)
         if settings.swappable:
             check_swaps(exported)
-        draft_length = settings.draft_length[0] if settings.draft_length else DRAFT_LENGTH
+        usual = exported.max_draft_length if exported.whole_blocks else None
+        draft_length = settings.draft_length[0] if settings.draft_length else usual or DRAFT_LENGTH
         if measured:
             evaluation = replace(measured, drafter=str(out))
             write_evaluations([evaluation], {}, None, folder)
@@ -95,7 +96,8 @@ def measure_exported(
 ) -> Evaluation:
     """Measure acceptance and speed of the directory as it lies there; print them and write its evaluation.json."""
     longest = exported.max_draft_length or 5
-    lengths = settings.draft_length or range(1, min(longest, 5) + 1)
+    usual = [longest] if exported.whole_blocks else list(range(1, min(longest, 5) + 1))
+    lengths = settings.draft_length or usual
     grid = [
         MeasureSettings(
             settings.temperature,

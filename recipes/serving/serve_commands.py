@@ -85,6 +85,8 @@ def serve_command(
 def sglang_words(exported: Exported, where: Path | str, draft_length: int, schedule: Schedule | None) -> list[str]:
     """Return the words of SGLang's command."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", shell_path(exported.target)]
+    if exported.target_dtype:  # else SGLang computes with an fp32 drafter in fp16, beside a bf16 target
+        words += ["--dtype", exported.target_dtype]
     if exported.kind in TRAINING_FREE:
         words += ["--speculative-algorithm", exported.kind.upper()]
         return [*words, "--speculative-num-draft-tokens", str(draft_length + 1)]  # the newest token among them

@@ -7,6 +7,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from draftsmith.data.answers.endpoint import Endpoint
 from draftsmith.models import Target
 from draftsmith.models.errors import UserError
@@ -25,6 +27,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",  # modules of this folder are not what vLLM means by their names
 }
+MEMORY_SHARE = 0.9  # of a GPU's free memory, that vLLM may take
 SPARE = 16  # tokens of the context beyond prompts and answers
 
 
@@ -84,8 +87,14 @@ def run_environment(
     python = folder / "bin" / "python"
     if not python.is_file():
         raise UserError(f"--check {folder}: no bin/python there: give an environment with vLLM, or an http address")
+    memory = {}
+    if target.device.type == "cuda":  # where our own target lies, too
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(target.device)
+        memory["gpu_memory_utilization"] = round(MEMORY_SHARE * free / total, 3)
     content = {
         "llm": {
+            **memory,
             "model": str(real_path(Path(target.name))) if Path(target.name).is_dir() else target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "max_model_len": min(job.longest + SPARE, target.context),

@@ -21,7 +21,7 @@ from draftsmith.models.storage.files import made_folder, require_writable
 from draftsmith.models.target.chat_template import set_chat
 from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.configs.command_settings import EvaluateSettings
-from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
+from draftsmith.recipes.evaluation.comparison import refuse_others, write_evaluations
 from draftsmith.recipes.evaluation.inputs import DEFAULT_REPEATS, load_head, read_prompt_sets
 from draftsmith.recipes.serving.export import is_training_free, write_drafter
 from draftsmith.train.engine.answers import RequestSettings
@@ -42,7 +42,7 @@ def evaluate_by_engine(settings: EvaluateSettings) -> list[Evaluation]:
     if len(set(names)) < len(names):
         raise UserError("--beside: give its servers other names than the drafters")
     require_writable(settings.out)
-    refuse_other_evaluations(settings.out, names)
+    refuse_others(settings.out, names, "evaluation.json", "an evaluation")
     target = load_head(settings.target)
     set_chat(target, ChatSettings(settings.chat_template_kwargs or {}))
     judge = EngineJudge(

@@ -27,6 +27,7 @@ from draftsmith.inference.replay.replay import (
 )
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import Drafter, load_drafter
+from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.sampling import Sampling
 from draftsmith.models.sampling.trees import Chain, StaticTree
 from draftsmith.models.storage.files import write_json
@@ -91,6 +92,10 @@ def run(settings: ReplaySettings, console: Console) -> None:
     target = load_target(settings.target, settings.device, settings.chat_template_kwargs)
     prompt_sets = read_prompt_sets(settings.prompts, target, settings.num_prompts, settings.max_new_tokens)
     drafters = {name: load_drafter(name, target) for name in settings.drafter}
+    if trees and not any(drafter.can_branch for drafter in drafters.values()):
+        raise UserError(f"--tree: {', '.join(drafters)} drafts chains only: leave it out")
+    if len({(tree.num_nodes, tree.depth) for tree in trees}) < len(trees):
+        raise UserError("--tree: trees of as many nodes and levels cannot be told apart: replay them one by one")
     for drafter in drafters.values():
         check_replayed(drafter)
         for tree in trees if drafter.can_branch else ():
@@ -172,7 +177,8 @@ def print_results(results: list[ReplayResult], console: Console) -> None:
         for row in block:
             name, mode = short_names[row.drafter], row.verification_mode
             line = lines.setdefault((name, mode), {"drafter": name, "mode": mode})
-            column = str(row.draft_length) if row.tree_nodes is None else f"tree of {row.tree_nodes}"
+            tree = f"tree of {row.tree_nodes}, {row.draft_length} deep"
+            column = str(row.draft_length) if row.tree_nodes is None else tree
             line[column] = f"{row.acceptance.mean_acceptance_length:.2f}"
         prompt_set, temperature, top_p = setting
         title = f"acceptance length by draft length: {prompt_set}, temperature {temperature:g}, top-p {top_p:g}"

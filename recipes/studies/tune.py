@@ -15,13 +15,12 @@ from draftsmith.models import Drafter, Target, load_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.models.sampling.trees import StaticTree
 from draftsmith.models.storage.files import whole_folder, write_json
-from draftsmith.models.storage.typed_json import to_json
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.evaluation.comparison import (
     EvaluationOptions,
     evaluate_side_by_side,
     evaluation_paths,
-    refuse_other_evaluations,
+    refuse_others,
 )
 from draftsmith.recipes.evaluation.inputs import DRAFT_LENGTH, load_target, read_prompt_sets
 from draftsmith.recipes.pages.tables import draft_text
@@ -47,7 +46,7 @@ def run(settings: TuneSettings, console: Console) -> None:
         verification_mode=settings.verification_mode,
     )
     batches, names = sorted(set(settings.batch_size)), list(settings.drafter)
-    refuse_other_evaluations(settings.out, names)
+    refuse_others(settings.out, names, "evaluation.json", "an evaluation")
     with whole_folder(settings.out) as out:
         for name, path in zip(names, evaluation_paths(out, names), strict=True):
             drafter, folder = load_drafter(name, target), path.parent
@@ -57,11 +56,10 @@ def run(settings: TuneSettings, console: Console) -> None:
                 tuning, costs = tune(target, drafter, name, fit_prompts, at, batches)
             drafts = drafts_to_measure(tuning, drafter)
             grid = [replace(at, batch_size=batch, draft=draft) for batch in batches for draft in drafts]
-            options = EvaluationOptions(settings.num_threads, sample_texts=True)
+            options = EvaluationOptions(settings.num_threads, sample_texts=True, known_costs={name: costs})
             evaluation = evaluate_side_by_side(target, [name], prompt_sets, grid, folder, options)[0]
             sources = {"fitted_on": fit_prompts.name, "reported_on": [prompts.name for prompts in prompt_sets]}
             write_json(folder / "choice.json", {"drafter": name, **tuning.to_json(), **sources})
-            write_json(folder / "costs.json", to_json(costs))
             print_evaluations([evaluation], console)
             print_tuning(name, tuning, evaluation.results, console)
 

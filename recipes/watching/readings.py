@@ -5,6 +5,7 @@ vLLM counts drafts and accepted tokens. SGLang tells the mean acceptance length 
 
 import time
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -77,14 +78,17 @@ def read(server: Server) -> Reading:
 def parse_page(page: str, now: float) -> Reading:
     """Return the reading of a page of metrics. Raises `UserError` where it is none, or tells of no drafts."""
     sums: dict[str, float] = {}
+    lengths: list[float] = []  # of data-parallel ranks; SGLang gives 0 until it has counted
     try:
         for name, value in samples(page):
             sums[name] = sums.get(name, 0.0) + value
+            if name == ACCEPTED and value >= 1:
+                lengths.append(value)
     except ValueError as error:
         raise UserError(f"/metrics is no page of a server's metrics ({first_line(error)}): {MEND}") from None
-    accepted = sums.get(ACCEPTED)
     drafts = any(line.startswith(PREFIX) for line in page.splitlines())
-    counters = parse_metrics(page) if drafts or accepted is None else Counters()
+    counters = parse_metrics(page) if drafts or ACCEPTED not in sums else Counters()
+    accepted = fmean(lengths) if lengths else None
     running = sum(sums.get(name, 0.0) for name in RUNNING)
     return Reading(now, counters, accepted, latency(sums, TTFT), latency(sums, TPOT), running)
 

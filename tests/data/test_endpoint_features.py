@@ -114,7 +114,7 @@ def test_a_server_stores_what_the_target_does(
 def test_samples_and_features_of_a_server(
     base: dict[str, Any], server: HiddenStatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a target that was never in this process, whose fingerprint nobody knows."""
+    """Of a target that was never in this process, whose fingerprint nobody knows. Later runs need no server."""
     samples = Path(base["data.samples"])
     (tmp_path / "samples").mkdir()
     for file in filter(Path.is_file, samples.iterdir()):
@@ -125,6 +125,11 @@ def test_samples_and_features_of_a_server(
     done = run({**base, "data.samples": tmp_path / "samples"}, tmp_path, server)
     environment = json.loads((done / "environment.json").read_text())
     assert environment["target_fingerprint"] is None
+    server.asked.clear()
+    given = {**base, "data.samples": tmp_path / "samples", "data.features_dir": tmp_path / "store"}
+    again = train(make_config("eagle3", given, tmp_path / "again", run=RUN))
+    assert [line["loss"] for line in read_metrics(again)] == [line["loss"] for line in read_metrics(done)]
+    assert not server.asked
 
 
 def target_of_an_engine(kind: str, folder: Path) -> Target:

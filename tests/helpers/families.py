@@ -176,7 +176,7 @@ CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
 RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.25},
     "kimi_linear": {**LATENT_EXPERTS, **LINEAR, "linear_num_heads": 4, "linear_head_dim": 8},
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},

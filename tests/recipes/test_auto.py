@@ -644,6 +644,44 @@ def test_drafts_are_served_by_the_times_of_the_engine_that_was_timed(
     assert found_schedule == schedule
 
 
+def test_what_broke_the_sla_is_not_served(settings: AutoSettings, tiny_target: Target) -> None:
+    """Of four drafted tokens the tokens come late, though they are more a second."""
+    rows = [measured("medusa", speedup, tpot, 20).results[0] for speedup, tpot in ((2.0, 9.0), (1.5, 4.0))]
+    lengths = [replace(row, setting=replace(row.setting, draft_length=n)) for row, n in zip(rows, (4, 2), strict=True)]
+    evaluation = replace(measured("medusa", 1.0, 1.0), results=lengths)
+    load = ServingLoad(1, 100, Sla(tpot_ms=5.0))
+    state: Any = SimpleNamespace(finalists=[])
+    kept, _ = SearchResult(settings, tiny_target, state, load, Console()).served_drafts(evaluation)
+    assert [row.setting.draft_length for row in kept.results] == [2]
+
+
+def test_kinds_that_the_timed_engine_lacks_do_not_race(
+    settings: AutoSettings, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vLLM of 0.33 has no Medusa; where it has none of the kinds, the search ends with that."""
+
+    def costs(self: Any, name: str, *_: Any) -> Costs:
+        if name == "medusa":
+            raise UserError("vLLM failed: no such method")
+        return costs_of(0.1)
+
+    monkeypatch.setattr(auto.EngineTimes, "costs", costs)
+    search = Auto(replace(settings, dry_run=True), Console(quiet=True))
+    search.settings = replace(settings, engine="vllm", check="venv")
+    del search.engine  # that there was none
+    shutil.rmtree(settings.out / "costs")
+    drafters = {kind: untrained(kind, tiny_target) for kind in ("medusa", "eagle3")}
+    assert list(search.startable(drafters)) == ["eagle3"]
+    assert "medusa does not race: vLLM failed" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--check venv serves none of --drafters medusa,hydra"):
+        search.startable({"medusa": drafters["medusa"]})
+
+
+def test_a_folder_whose_name_misleads_vllm_is_refused_before_anything_is_trained(settings: AutoSettings) -> None:
+    with pytest.raises(UserError, match="vLLM would take the drafter for 'eagle3' by this name"):
+        Auto(replace(settings, out=settings.out / "eagle3-study", drafters="medusa"), Console(quiet=True))
+
+
 def test_a_lookup_that_the_engine_does_not_serve_is_no_rival(
     settings: AutoSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from draftsmith.data.progress import progress_bar
 from draftsmith.inference.verification.acceptance_rules import VerificationMode
 from draftsmith.models import DRAFTERS, Target, save_drafter
 from draftsmith.models.errors import UserError
-from draftsmith.recipes.cli.main import COMMANDS, MOVED, main
+from draftsmith.recipes.cli.main import COMMANDS, MOVED, main, parse
 from draftsmith.recipes.configs import command_settings
 from draftsmith.recipes.configs.named_files import check_names
 from draftsmith.recipes.configs.recipes import RECIPES, TARGET_RECIPES
@@ -128,6 +128,8 @@ MISTAKES = {
         "load-test --target {target} --drafter lookahead --prompts {good} --concurrency 1 --out {out}",
         "drafts no chains",
     ),
+    "no server": ("watch", "--help|URL|url"),
+    "no trace": ("bench http://localhost:9 --trace nowhere.log --out {out}", "nowhere.log: there is no such file"),
     "no prompts file": (EVALUATE + "nowhere.txt", "no prompts file"),
     "empty prompts file": (EVALUATE + "{empty}", "holds no prompts"),
     "malformed line": (EVALUATE + "{malformed}", "line 2 is not JSON"),
@@ -613,6 +615,26 @@ def acceptance(path: Path) -> list[dict[str, Any]]:
     return [
         {name: row[name] for name in (*ACCEPTANCE.split(), "temperature", "batch_size", "draft_length")} for row in rows
     ]
+
+
+def test_a_flag_that_is_given_twice_has_the_values_of_both() -> None:
+    words = "evaluate --target t --drafter a --drafter b --prompts p q --prompts r --temperature 0 --temperature 1"
+    settings = parse([*words.split(), "--out", "o"]).settings
+    assert (settings.drafter, settings.prompts, settings.temperature) == (("a", "b"), ("p", "q", "r"), (0.0, 1.0))
+
+
+def test_trees_that_would_not_be_seen_are_refused(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lookups draft chains, and two trees of as many nodes and levels would have one column."""
+    for name, tree in (("a.json", [[0], [0, 0], [0, 1]]), ("b.json", [[0], [1], [0, 0]])):
+        (tmp_path / name).write_text(json.dumps(tree))
+    words = "replay --target {target} --prompts {good} --device cpu --max-new-tokens 4".format(**files).split()
+    words += ["--out", str(tmp_path / "out"), "--tree", str(tmp_path / "a.json")]
+    assert main([*words, "--drafter", "ngram"]) == 2
+    assert "--tree: ngram drafts chains only: leave it out" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "b.json"), "--drafter", files["medusa"]]) == 2
+    assert "trees of as many nodes and levels cannot be told apart" in capsys.readouterr().err
 
 
 def test_evaluating_twice_gives_the_same_acceptance(

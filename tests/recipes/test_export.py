@@ -6,18 +6,21 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import target_and_plain_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.schedule import Schedule, for_sglang, for_vllm
 from draftsmith.models import DRAFTERS, Checkpoint, Drafter, Target, load_drafter, save_drafter
+from draftsmith.models.drafter_configs import DraftModelConfig
 from draftsmith.models.drafter_parts.drafts import Draft
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.engine_rules.engine_table import how_known
@@ -186,6 +189,29 @@ def test_sglang_is_told_the_algorithm(kind: str, algorithm: str, tiny_target: Ta
         "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": "5",
     }
+
+
+def test_sglang_computes_a_drafter_in_the_targets_precision(
+    make_target_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Where a drafter is stored in fp32, it would take fp16 for it, and bf16 for the target."""
+    folder = make_target_dir()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    target = Target.from_pretrained(folder, "cpu", torch.float32)
+    checkpoint = save_checkpoint("eagle3", target, tmp_path / "checkpoint")
+    words = export_and_serve(checkpoint, "sglang", target, tmp_path / "out")
+    assert words[words.index("--dtype") + 1] == "bfloat16"
+
+
+def test_a_draft_model_may_have_more_experts_than_tensors(tmp_path: Path) -> None:
+    """Experts are stored in one tensor for all of them."""
+    target, _ = target_and_plain_model("qwen3_moe", {"num_experts": 64})
+    drafter = DRAFTERS["draft_model"].from_target(DraftModelConfig(num_layers=1), target)
+    save_drafter(drafter, tmp_path / "drafter")
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert len(tensors) < 64
+    assert load_drafter(tmp_path / "drafter", target).config.kind == "draft_model"
 
 
 def test_no_more_tokens_than_medusa_has_heads(tiny_target: Target, tmp_path: Path) -> None:

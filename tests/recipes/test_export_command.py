@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from drafters import untrained
 from fake_server import FakeServer
 from reports import result, write_results
 from rich.console import Console
@@ -216,6 +217,17 @@ def write_rows(folder: Path, rows: list[tuple[int, int, float]]) -> Evaluation:
     ]
     write_results(folder / "evaluation.json", results)
     return read_evaluation(folder / "evaluation.json")
+
+
+def test_blocks_that_see_both_ways_are_served_whole(tiny_target: Target, prompts: str, tmp_path: Path) -> None:
+    """vLLM cuts a block to the tokens that are asked for, whose rows then see others than they learnt with."""
+    save_drafter(untrained("dflash", tiny_target, block_size=7), tmp_path / "checkpoint")
+    for name, settings in (("plain", {}), ("measured", {"prompts": prompts, "max_new_tokens": 8, "repeats": 1})):
+        out = tmp_path / name
+        export_for_vllm(str(tmp_path / "checkpoint"), tiny_target, out, **settings)
+        assert '"num_speculative_tokens": 6' in (out / "serve_vllm.sh").read_text()
+    rows = read_evaluation(tmp_path / "measured" / "evaluation.json").results
+    assert [row.setting.draft_length for row in rows] == [6]
 
 
 def test_schedule_by_batch_size(tmp_path: Path) -> None:

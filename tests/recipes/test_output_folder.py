@@ -33,7 +33,7 @@ from draftsmith.models.storage.typed_json import from_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import ExportSettings
 from draftsmith.recipes.evaluation import comparison
-from draftsmith.recipes.evaluation.comparison import refuse_other_evaluations, write_evaluations
+from draftsmith.recipes.evaluation.comparison import refuse_others, write_evaluations
 from draftsmith.recipes.report_data.reading import read_report_data
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.serving.export_command import export
@@ -126,6 +126,19 @@ def test_a_checkpoint_keeps_its_own_measurement(
     assert (checkpoint / "evaluation.json").read_text() == "of training"
 
 
+def test_a_run_keeps_its_own_evaluations(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    (tmp_path / "prompts.txt").write_text("heat the iron\n")
+    words = f"evaluate --target {tiny_target.name} --drafter ngram --prompts {tmp_path / 'prompts.txt'} --out"
+    assert main([*words.split(), str(tmp_path / "run")]) == 2
+    assert f"is a run with evaluations of its own: give a folder in it, as {tmp_path / 'run' / 'evaluation'}" in (
+        capsys.readouterr().err
+    )
+
+
 def typed_evaluation(drafter: str, keep: float) -> Evaluation:
     return from_json(Evaluation, upgraded(evaluation_content([result(keep, 1.0)], drafter, drafter)))
 
@@ -133,10 +146,10 @@ def typed_evaluation(drafter: str, keep: float) -> Evaluation:
 def test_drafters_of_two_evaluations_never_stand_side_by_side(tmp_path: Path) -> None:
     """A report would show them as if they had been measured together."""
     write_evaluations([typed_evaluation("a", 0.5), typed_evaluation("b", 0.6)], {}, None, tmp_path)
-    refuse_other_evaluations(tmp_path, ["a", "b"])
+    refuse_others(tmp_path, ["a", "b"], "evaluation.json", "an evaluation")
     for drafters in (["a"], ["a", "c"], ["b", "a"]):
         with pytest.raises(UserError, match="an evaluation of other drafters lies in"):
-            refuse_other_evaluations(tmp_path, drafters)
+            refuse_others(tmp_path, drafters, "evaluation.json", "an evaluation")
 
 
 # --- all or nothing
@@ -170,7 +183,7 @@ def test_an_evaluation_of_several_drafters_is_absent_or_whole(kills: bool, tmp_p
         assert names(out) in (None, {"1-a", "2-b", "evaluation.md"})
 
     assert after_every_fault(tmp_path, kills, lambda: write_evaluations(evaluations, {}, None, out), check) > 10
-    refuse_other_evaluations(out, ["a", "b"])
+    refuse_others(out, ["a", "b"], "evaluation.json", "an evaluation")
 
 
 @pytest.mark.parametrize("kills", [False, True])

@@ -20,7 +20,7 @@ from draftsmith.models.storage.typed_json import from_json, to_json
 from draftsmith.recipes.cli.main import main
 from draftsmith.recipes.configs.command_settings import TuneSettings
 from draftsmith.recipes.configs.published_acceptance import PUBLISHED
-from draftsmith.recipes.planning.expectations import drafter_plan
+from draftsmith.recipes.planning.expectations import drafter_plan, known_acceptance
 from draftsmith.recipes.studies.tune import prompts_to_fit
 
 
@@ -59,9 +59,16 @@ def test_a_plan_before_training(tiny_target_dir: Path, tmp_path: Path, capsys: p
     assert {row.nodes for row in costs.fitted_on if row.tree} == {4, 12}
     assert not ngram["tree_depths"]
     out = capsys.readouterr().out
+    assert main([*command.replace("medusa", "hydra").split(), "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "costs of other drafters lies in" in capsys.readouterr().err
     assert "this device" in out
     assert "break even" in out
     assert "12 nodes, depth" in out
+
+
+def test_a_rate_holds_at_all_depths() -> None:
+    (acceptance,) = known_acceptance(["0.9"], "draft_model", 16)[:1]
+    assert acceptance_length(acceptance.rates, 16) == pytest.approx(sum(0.9**depth for depth in range(17)))
 
 
 def test_a_plan_says_when_nothing_pays() -> None:
@@ -138,6 +145,8 @@ def test_the_choice_is_fitted_on_other_prompts(
     assert schedule.draft_length(1) == choice["draft_length"]
     assert 4 in {row["draft_length"] for row in json.loads((out / "evaluation.json").read_text())["results"]}
     assert choice["confident"]["pays"] in (True, False)
+    assert (out / "costs.json").is_file()
+    assert "not measured here" not in (out / "evaluation.md").read_text()
     capsys.readouterr()
     assert main([*(command + "held_out.txt").split()]) == 2
     assert "fit on other prompts" in capsys.readouterr().err

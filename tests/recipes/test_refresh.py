@@ -28,7 +28,7 @@ from draftsmith.data.prompts.splits import Split
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.measuring.measure import MeasureSettings, PromptSet
-from draftsmith.models import Target, load_drafter, save_drafter
+from draftsmith.models import Drafter, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.auto.traffic import FEWEST
 from draftsmith.recipes.configs.training_settings import RefreshSettings
@@ -40,6 +40,7 @@ from draftsmith.recipes.refreshing.judgement import Comparison, Judgement, Lengt
 from draftsmith.recipes.refreshing.state import Round, read_state
 from draftsmith.recipes.refreshing.traffic import bits_per_byte, clean, read_new
 from draftsmith.recipes.refreshing.traffic_shift import Look, acceptance_p_value, domains_p_value, shift_of, why_moved
+from draftsmith.recipes.refreshing.training import RoundPlan
 from draftsmith.recipes.refreshing.window import Window
 from draftsmith.recipes.watching.history import History
 from draftsmith.recipes.watching.readings import Latency, Reading
@@ -694,6 +695,23 @@ def test_few_held_out_answers_do_not_end_a_training(
     plan = training.RoundPlan("medusa", num_new, 200, 100, 8)
     config = training.training_config(plan, tiny_target, tmp_path, tmp_path, "cpu")
     assert (config.data.held_out_prompts, config.evaluation.patience) == (held_out, patience)
+
+
+def test_the_champion_is_timed_as_it_will_be_trained(
+    settings: RefreshSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some kinds train on a part of a text's places, and read all of them only where they are evaluated."""
+    always_better(monkeypatch)
+    modes: list[bool] = []
+    own_plan = refresh.make_plan
+
+    def plan(target: Target, champion: Drafter, *rest: Any) -> RoundPlan:
+        modes.append(champion.training)
+        return own_plan(target, champion, *rest)
+
+    monkeypatch.setattr(refresh, "make_plan", plan)
+    run(settings)
+    assert modes == [True]
 
 
 def test_the_plan_keeps_to_the_budget(settings: RefreshSettings, tiny_target: Target) -> None:

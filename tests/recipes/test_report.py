@@ -311,6 +311,29 @@ def test_a_comparison_takes_the_place_of_single_evaluations(tmp_path: Path) -> N
     assert f"<h1>{measured['medusa']['speedup']:.2f}× at batch size 1: use medusa.</h1>" in page
 
 
+def test_what_an_engine_measured_later_takes_no_comparisons_place(tmp_path: Path) -> None:
+    """Its folder holds no rows of draftsmith's decoder; so the newest comparison that does stays, without runs too."""
+    for number, (kind, keep) in enumerate((("ngram", 0.7), ("suffix", 0.2)), 1):
+        folder = tmp_path / f"final/{number}-{kind}"
+        folder.mkdir(parents=True)
+        write_results(folder / "evaluation.json", [result(keep, 0.3)], kind, kind)
+    (tmp_path / "final/evaluation.md").write_text("")
+    (tmp_path / "judged").mkdir()
+    (tmp_path / "judged/evaluation.md").write_text("newer")
+    (tmp_path / "config.yaml").write_text("drafter: {kind: medusa}")
+    assert [drafter.name for drafter in read_report_data(tmp_path).all_drafters] == ["ngram", "suffix"]
+
+
+def test_sections_are_of_the_row_that_leads(tmp_path: Path) -> None:
+    """A schedule leads, and the chains of its longest length stand before it: its own figures are shown."""
+    rows = [result(0.5, 1.0), result(0.8, 1.0) | {"schedule": {"draft_lengths": [[1, 4], [8, 0]]}}]
+    write_results(tmp_path / "evaluation.json", rows, "ngram", "ngram")
+    data = read_report_data(tmp_path)
+    ((_, shown),) = data.at_leading_setting()
+    assert shown is data.leader[1]
+    assert shown.setting.schedule
+
+
 def test_what_was_measured_elsewhere_stands_apart(tmp_path: Path) -> None:
     """No table, and no figure, holds speeds of two machines: each has blocks with a plain row of its own."""
     write_run(tmp_path / "eagle3", keep=0.75, draft_ms=4.0)

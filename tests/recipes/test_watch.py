@@ -345,6 +345,14 @@ def test_an_sglang_tells_a_mean(server: Pages) -> None:
     assert parse_page(OF_SGLANG, 0.0).running == 4
 
 
+def test_the_means_of_an_sglangs_ranks_are_averaged_once_they_have_counted() -> None:
+    """A rank that has just been started tells 0, of no batches."""
+    row = 'sglang:spec_accept_length{{dp_rank="{}"}} {}\n'
+    told = {rank: row.format(rank, length) for rank, length in enumerate((2.0, 3.0, 0.0))}
+    assert parse_page(told[0] + told[1] + told[2], 0.0).acceptance_length == 2.5
+    assert parse_page(told[2], 0.0).acceptance_length is None
+
+
 @pytest.mark.parametrize("value", ["NaN", "-1", "x", "+Inf"])
 def test_a_page_with_latencies_that_cannot_be(value: str) -> None:
     with pytest.raises(UserError, match="is no page of a server's metrics"):

@@ -41,7 +41,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
-from draftsmith.train.hardware import meter, placement
+from draftsmith.train.hardware import layouts, meter, placement
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, devices_of_layers, memory_needed
 from draftsmith.train.inputs.features import free_memory
@@ -459,6 +459,16 @@ def test_layers_that_cannot_be_stored_from_are_refused(
     monkeypatch.setattr("draftsmith.train.hardware.placement.psutil.virtual_memory", memory)
     with pytest.raises(UserError, match=r"6.\d* MB .* of 3 MB that are free: give data.features_endpoint"):
         train(config)
+
+
+def test_fp32_beside_states_in_bf16_is_refused(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is stored. A draft model reads no states, but this machine has no GPU for it."""
+    monkeypatch.setattr(layouts, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(layouts, "default_dtype", lambda _: torch.bfloat16)
+    with pytest.raises(UserError, match="run.precision=fp32: on this GPU the target's hidden states are in bf16"):
+        make_accelerator(make_config("medusa", base, tmp_path, run={**RUN, "precision": "fp32"}))
 
 
 def test_asking_a_cpu_for_fsdp_is_refused(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import assert_same_drafter, noisy
+from drafters import assert_same_drafter, noisy, untrained
+from families import RECURRENT, SERVED, target_and_plain_model
 from public_checkpoints import PUBLIC
 from runs import make_config
 from safetensors.torch import load_file
@@ -185,3 +186,16 @@ def test_an_embedding_of_its_own_gives_way(
     config = make_config("eagle3", {**base, "init_from": tmp_path / "source"}, tmp_path / "run")
     assert_same_drafter(set_up(config).drafter, expected)
     assert "an embedding of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle3"])
+def test_new_heads_make_the_targets_logits(kind: str, family: str) -> None:
+    """Also where its family scales them, which a plain head has in its weights."""
+    target, _ = target_and_plain_model(family, {**SERVED, **RECURRENT}[family])
+    drafter: Any = untrained(kind, target, draft_vocab_size=None) if kind == "eagle3" else untrained(kind, target)
+    head = drafter.lm_head if kind == "eagle3" else drafter.lm_heads[0]
+    hidden = torch.randn(3, target.hidden_size)
+    expected = target.logits(hidden)
+    assert not torch.allclose(expected, hidden @ target.head_weight().T)
+    torch.testing.assert_close(head(hidden), expected)

@@ -367,10 +367,10 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     best = tmp_path / "checkpoints" / checkpoint_name(2)
     rotate(tmp_path, None, best)
     assert len(resumable(tmp_path)) == 6
-    rotate(tmp_path, 3, best)
+    rotate(tmp_path, 3, best, whole=checkpoint_name(1))
     found = checkpoints(tmp_path)
-    assert [path.name for path in resumable(tmp_path)] == ["step-000005", "step-000006"]
-    assert [int(path.name[-1]) for path in found if (path / WEIGHTS).exists()] == [2, 4, 5, 6]
+    assert [int(path.name[-1]) for path in resumable(tmp_path)] == [1, 5, 6]
+    assert [int(path.name[-1]) for path in found if (path / WEIGHTS).exists()] == [1, 2, 4, 5, 6]
     assert all((path / "evaluation.json").exists() for path in found)
 
 

@@ -13,13 +13,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
-from draftsmith.models.devices import pick_device, trains_in_bf16
+from draftsmith.models.devices import default_dtype, pick_device, trains_in_bf16
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.ranges import Precision
 from draftsmith.train.config import TrainConfig
@@ -31,6 +31,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
     device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
     on_gpu = device.type == "cuda"
+    reads_states = config.drafter.kind != "draft_model"
+    if on_gpu and config.run.precision == "fp32" and reads_states and default_dtype(device) == torch.bfloat16:
+        raise UserError(
+            "run.precision=fp32: on this GPU the target's hidden states are in bf16, and fp32 weights cannot multiply "
+            "them: leave it out"
+        )
     sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
     if sharded == "DEEPSPEED" and config.optimizer.matrices == "muon":
         raise UserError(
@@ -61,6 +67,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("fsdp_version 1 is not served: set fsdp_version: 2, as in recipes/launch/fsdp2.yaml")
+    if accelerator.distributed_type == DistributedType.FSDP and accelerator.mixed_precision == "bf16":
+        # accelerate's own policy adds up gradients in bf16, and rounds what a loss returns to it.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         unset_hf_deepspeed_config()  # else transformers would load the target as a model that DeepSpeed trains
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -132,7 +142,10 @@ def steps_in_backward(accelerator: Accelerator) -> bool:
 
 @contextlib.contextmanager
 def whole_weights(accelerator: Accelerator, drafter: Drafter) -> Iterator[None]:
-    """Give the drafter all of each weight for as long as the block lasts. All processes call this together."""
+    """Give the drafter of the main process all of each weight for as long as the block lasts, under FSDP2 on its CPU.
+
+    All processes call this together. Each weight is put together by itself, so no GPU holds two of them whole.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         import deepspeed
 
@@ -144,7 +157,9 @@ def whole_weights(accelerator: Accelerator, drafter: Drafter) -> Iterator[None]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
                 pieces.append((module, name, parameter))
-                module._parameters[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
+                whole = parameter.full_tensor()
+                whole = whole.cpu() if accelerator.is_main_process else whole[:0].clone()
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
     try:
         yield
     finally:

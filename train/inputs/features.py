@@ -120,8 +120,6 @@ def load_target(config: TrainConfig, device: torch.device) -> Target:
     fingerprint = read_prepared(Path(config.data.samples))["target_fingerprint"]
     if config.data.features == "online":
         return load_whole(config, device)
-    if fingerprint is None and not config.data.servers:  # a server wrote the samples, its weights unseen
-        fingerprint = load_whole(config, device).fingerprint()
     return Target.head_from_pretrained(config.target, fingerprint, device)
 
 

@@ -149,14 +149,15 @@ def manifest(checkpoint: Path) -> dict[str, str]:
     return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}
 
 
-def rotate(run: Path, keep: int | None, best: Path | None) -> None:
+def rotate(run: Path, keep: int | None, best: Path | None, whole: str | None = None) -> None:
     """Keep the weights of the newest `keep` checkpoints and of the best, the training state of the newest two of them.
 
-    What was measured stays in every checkpoint, for the report and for `evaluation.patience`. None keeps all.
+    Of the checkpoint that `whole` names both are kept, for a longer run goes on from there. What was measured stays in
+    every checkpoint, for the report and for `evaluation.patience`. None keeps all.
     """
     if keep is None:
         return
-    existing = checkpoints(run)
+    existing = [checkpoint for checkpoint in checkpoints(run) if checkpoint.name != whole]
     for checkpoint in existing[: -min(keep, RESUMABLE)]:
         remove(checkpoint / TRAINER)
     for checkpoint in existing[:-keep]:

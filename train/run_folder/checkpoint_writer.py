@@ -5,6 +5,7 @@ weights as they are trained, and two moments, all in fp32. Where that is more th
 training waits, and the parts are written one after the other, as they are where the run needs the checkpoint at once.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from draftsmith.models import Drafter
 from draftsmith.models.errors import first_line
 from draftsmith.train.process.faults import failing_together
 from draftsmith.train.run_folder.checkpoint import Piece, Progress, pieces_of, save_checkpoint, write_checkpoint
-from draftsmith.train.run_folder.run_folder import tidy
 
 COPIED_BYTES, COPIED_BYTES_FROZEN = 16, 8  # of a weight, trained or not
 FREE_SHARE = 0.5  # of the memory that is free, which a copy may take
@@ -31,8 +31,9 @@ class CheckpointWriter:
     Each raises `UserError` on all of them where a checkpoint, or the one before, cannot be written.
     """
 
-    def __init__(self, accelerator: Accelerator, drafter: Drafter, run: Path, keep: int | None) -> None:
-        self._accelerator, self._drafter, self._run, self._keep = accelerator, drafter, run, keep
+    def __init__(self, accelerator: Accelerator, drafter: Drafter, run: Path, tidy: Callable[[], None]) -> None:
+        """`tidy` is called after a checkpoint that was written beside training, on the main process."""
+        self._accelerator, self._drafter, self._run, self._tidy = accelerator, drafter, run, tidy
         self._copied_bytes = sum(
             parameter.numel() * (COPIED_BYTES if parameter.requires_grad else COPIED_BYTES_FROZEN)
             for parameter in drafter.parameters()
@@ -61,7 +62,7 @@ class CheckpointWriter:
             return
         self.save(optimizer, progress)
         if self._accelerator.is_main_process:
-            tidy(self._run, self._keep)
+            self._tidy()
 
     def wait(self) -> None:
         """Wait until the checkpoint that was begun beside training is written."""
@@ -79,7 +80,7 @@ class CheckpointWriter:
     def _write(self, step: int, pieces: list[Piece]) -> None:
         write_checkpoint(self._run, step, pieces)
         pieces.clear()
-        tidy(self._run, self._keep)
+        self._tidy()
 
     def _has_room(self) -> bool:
         """Return whether the memory of the main process's machine holds a copy; say once where it does not."""

@@ -156,9 +156,9 @@ def link_best(run: Path) -> Path | None:
     return best
 
 
-def tidy(run: Path, keep: int | None) -> None:
+def tidy(run: Path, keep: int | None, whole: str | None) -> None:
     """Point `best` at the best checkpoint, and thin out older ones, after a new one was written or measured."""
-    rotate(run, keep, link_best(run))
+    rotate(run, keep, link_best(run), whole)
 
 
 def best_measured(run: Path) -> Path | None:
