@@ -103,6 +103,7 @@ def set_up(config: TrainConfig) -> Setup:
         check_swappable(drafter)
     elif prompts:
         check_evaluation(config.evaluation, drafter, target)
+    check_states_precision(config.run.precision, drafter, target)
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
@@ -116,6 +117,15 @@ def check_writes_alone(layout: str) -> None:
         raise UserError(
             f"data.on_policy_share: the drafter writes text by weights that are whole, and {layout} holds them in "
             "pieces: start with recipes/launch/ddp.yaml or zero2.yaml, or leave it out"
+        )
+
+
+def check_states_precision(precision: Precision | None, drafter: Drafter, target: Target) -> None:
+    """Refuse run.precision=fp32 for a drafter that reads a target's states in half precision, as they are on GPUs."""
+    if precision == "fp32" and target.dtype != torch.float32 and not drafter.prefills_from_tokens:
+        raise UserError(
+            f"run.precision=fp32: hidden states of {target.name} are in {target.dtype} here, which fp32 weights cannot "
+            "multiply: leave it out"
         )
 
 

@@ -64,7 +64,7 @@ def run(settings: RefreshSettings, console: Console) -> None:
     serving, state = Champions(settings.out).serving, read_state(settings.out)
     if serving is None and settings.drafter is None:
         raise UserError(f"{settings.out} holds no champion yet: give the one that serves now by --drafter CHECKPOINT")
-    if settings.drafter and serving is not None:
+    if settings.drafter and state.rounds:
         notice(f"champion {serving} serves already; --drafter is of the first call and has no effect")
     target = load_target(settings.target or state.target or str(EMBEDDED_TARGET), settings.device)
     if settings.follow is None:

@@ -262,7 +262,7 @@ def results(place: Place) -> Attempt:
         return Attempt(f"read_evaluation({str(path)!r})", lambda: read_evaluation(path))
     if draw < 0.4:
         path = damaged_copy(place, "evaluation/evaluation.json")
-        return Attempt(f"read_acceptance({str(path)!r})", lambda: read_acceptance(str(path)))
+        return Attempt(f"read_acceptance({str(path)!r})", lambda: read_acceptance(str(path), 8))
     if draw < 0.5:
         path = damaged_copy(place, "evaluation/evaluation.json")
         length = place.random.randrange(1, 5)

@@ -192,7 +192,7 @@ Refuse = Callable[..., None]
 
 @pytest.fixture
 def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuse:
-    """Run a command, twice, and expect a line each time; nothing is written but a first champion."""
+    """Run a command, twice, and expect a line each time; nothing is written but a first champion and its target."""
 
     def goes_on(*_: Any) -> None:
         raise UserError("it goes on")
@@ -203,7 +203,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def contents() -> dict[Path, bytes]:
         files = (path for path in tmp_path.rglob("*") if path.is_file() and "champion" not in str(path))
-        return {path: path.read_bytes() for path in files}
+        return {path: path.read_bytes() for path in files if path.name != "state.json"}
 
     def run(told: str, command: str, *arguments: Any) -> None:
         given = [command, "--out", tmp_path / "out", "--device", "cpu", "--max-new-tokens", 16, *arguments]

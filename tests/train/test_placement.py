@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from drafters import untrained
 from runs import arguments, base_of, final_weights, make_config
 from safetensors.torch import load_file
 from tiny_target import tiny_tokenizer
@@ -41,7 +42,7 @@ from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.public_targets import PUBLIC_TARGETS
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
-from draftsmith.train.hardware import layouts, meter, placement
+from draftsmith.train.hardware import meter, placement
 from draftsmith.train.hardware.layouts import make_accelerator
 from draftsmith.train.hardware.placement import check_placement, devices_of_layers, memory_needed
 from draftsmith.train.inputs.features import free_memory
@@ -51,6 +52,7 @@ from draftsmith.train.run_folder.learning_curve import learning_curve
 from draftsmith.train.run_folder.tracking import read_metrics
 from draftsmith.train.run_folder.training_state import MOMENTS, STEP, WEIGHT, part_file, piece_of_zero3
 from draftsmith.train.run_folder.vocabulary import read_vocabulary
+from draftsmith.train.setup import check_states_precision
 
 TESTS = Path(__file__).parents[1]
 LAUNCH = Path(draftsmith.recipes.__file__).parent / "launch"
@@ -461,14 +463,13 @@ def test_layers_that_cannot_be_stored_from_are_refused(
         train(config)
 
 
-def test_fp32_beside_states_in_bf16_is_refused(
-    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is stored. A draft model reads no states, but this machine has no GPU for it."""
-    monkeypatch.setattr(layouts, "pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(layouts, "default_dtype", lambda _: torch.bfloat16)
-    with pytest.raises(UserError, match="run.precision=fp32: on this GPU the target's hidden states are in bf16"):
-        make_accelerator(make_config("medusa", base, tmp_path, run={**RUN, "precision": "fp32"}))
+def test_fp32_beside_states_in_bf16_is_refused(make_target_dir: Callable[..., Path]) -> None:
+    """As they are on a GPU. A draft model reads tokens alone."""
+    bf16_target = Target.from_pretrained(make_target_dir(), "cpu", torch.bfloat16)
+    with pytest.raises(UserError, match="run.precision=fp32: hidden states of .* are in torch.bfloat16"):
+        check_states_precision("fp32", untrained("medusa", bf16_target), bf16_target)
+    check_states_precision(None, untrained("medusa", bf16_target), bf16_target)
+    check_states_precision("fp32", untrained("draft_model", bf16_target), bf16_target)
 
 
 def test_asking_a_cpu_for_fsdp_is_refused(

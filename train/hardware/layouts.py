@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.data.processes import rank_and_num_ranks
 from draftsmith.models import Drafter
-from draftsmith.models.devices import default_dtype, pick_device, trains_in_bf16
+from draftsmith.models.devices import pick_device, trains_in_bf16
 from draftsmith.models.errors import UserError, first_line
 from draftsmith.models.ranges import Precision
 from draftsmith.train.config import TrainConfig
@@ -31,12 +31,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the processes and their devices, as the launcher started them. `UserError` for a layout not served."""
     device, num_ranks = pick_device(config.run.device), rank_and_num_ranks()[1]
     on_gpu = device.type == "cuda"
-    reads_states = config.drafter.kind != "draft_model"
-    if on_gpu and config.run.precision == "fp32" and reads_states and default_dtype(device) == torch.bfloat16:
-        raise UserError(
-            "run.precision=fp32: on this GPU the target's hidden states are in bf16, and fp32 weights cannot multiply "
-            "them: leave it out"
-        )
     sharded = next((name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}") == "true"), None)
     if sharded == "DEEPSPEED" and config.optimizer.matrices == "muon":
         raise UserError(
