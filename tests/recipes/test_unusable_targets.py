@@ -208,6 +208,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def run(told: str, command: str, *arguments: Any) -> None:
         given = [command, "--out", tmp_path / "out", "--device", "cpu", "--max-new-tokens", 16, *arguments]
         before = contents()
+        capsys.readouterr()  # bars of the models that a test has written
         for _ in range(1 if told == GOES_ON else 2):
             code, printed = main([str(argument) for argument in given]), capsys.readouterr()
             (line,) = printed.err.splitlines()
