@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--unmeasured", action="store_true", help="without evaluations")
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     args = parser.parse_args()
-    args.steps = STEPS_A_KILL * args.kills + 2 * CHECKPOINT_EVERY
+    args.steps = STEPS_A_KILL * args.kills + 4 * CHECKPOINT_EVERY
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -119,7 +119,7 @@ def main() -> None:
             start, per_step = run_whole(args, whole, log)
             for number in range(args.kills):
                 pids = fork_ranks(command(args, killed), 2, log)
-                wait(killed, args.steps - CHECKPOINT_EVERY, chance, start, per_step)
+                wait(killed, args.steps - 3 * CHECKPOINT_EVERY, chance, start, per_step)
                 done = kill(pids, chance)
                 check_files(killed)
                 print(f"{number + 1:3}: {done}, step {newest_step(killed)}", flush=True)

@@ -207,8 +207,8 @@ class StoredFeatures:
         try:
             header = read_header(path)
             for name, value in self.header(shard).items():
-                unseen = name == "target_fingerprint" and None in (value, header.get(name))  # the weights of a server
-                if header.get(name) != value and not unseen:
+                unseen = name == "target_fingerprint" and name in header and None in (value, header[name])
+                if header.get(name) != value and not unseen:  # a server's weights are never seen
                     return (
                         f"{path} holds features of another {name} ({header.get(name)}, not {value}): give another "
                         f"data.features_dir, or remove {self.folder}"

@@ -21,6 +21,7 @@ class FakeServer:
         self.models: list[dict] = [{"id": "served", "max_model_len": 100, "owned_by": form}]
         self.asked: list[dict] = []  # bodies of requests for whole answers
         self.most_at_a_time = self._running = 0
+        self.pause = 0.01  # seconds of each answer, in which others may come
         self._lock = threading.Lock()
         fake = self
 
@@ -67,7 +68,7 @@ class FakeServer:
             number = len(self.asked)
             self._running += 1
             self.most_at_a_time = max(self.most_at_a_time, self._running)
-        time.sleep(0.01)
+        time.sleep(self.pause)
         with self._lock:
             self._running -= 1
             limit = sampling.get("max_tokens", sampling.get("max_new_tokens"))

@@ -30,6 +30,7 @@ def base_of(target_dir: Path, target: Target, folder: Path) -> dict[str, Any]:
         "data.batch_size": 16,
         "data.held_out_prompts": 0,
         "run.device": "cpu",
+        "run.precision": "fp32",  # in processes that are launched, too, on a CPU that multiplies bf16 faster
         "run.log_every": 1,
         "optimizer.learning_rate": 3e-3,
         "optimizer.matrices": "adamw",

@@ -48,7 +48,7 @@ def test_training_with_less_memory_than_the_target_takes(python: str, tmp_path: 
     assert sum(file.stat().st_size for file in target_dir.glob("*.safetensors")) > 2 * (ALLOWED - TAKEN)
     write_samples(tmp_path / "samples", Target.from_pretrained(target_dir, "cpu"))
     base = {"target": target_dir, "data.samples": tmp_path / "samples", "data.batch_size": 8, "run.device": "cpu"}
-    parts: Any = {"data": {"features": "stored"}, "run": {"steps": 2}}
+    parts: Any = {"data": {"features": "stored"}, "run": {"steps": 2, "precision": "fp32"}}
     whole = train(make_config("medusa", base, tmp_path / "whole", **parts))
     settings = ["medusa", "drafter.draft_vocab_size=null", *arguments(base, tmp_path / "limited", **parts)]
     command = [python, str(Path(__file__).parents[1] / "helpers" / "limited.py"), str(ALLOWED), *settings]

@@ -46,7 +46,7 @@ from draftsmith.train.run_folder.tracking import read_metrics
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RUN = {"steps": 6, "checkpoint_every": 2}
-CHAIN = {"steps": 20, "checkpoint_every": 20, "log_every": 1}
+CHAIN = {"steps": 60, "checkpoint_every": 60, "log_every": 1}
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_fails_beside_training_ends_both(findings: Any) -> Non
 
 def test_killed_processes_go_on_bit_for_bit(python: str, base: dict[str, Any]) -> None:
     """The short form of the campaign in benchmarks/sigkill.py."""
-    command = [python, str(ROOT / "benchmarks" / "sigkill.py"), "--kills", "2"]
+    command = [python, str(ROOT / "benchmarks" / "sigkill.py"), "--kills", "2", "--seed", "0"]
     command += ["--target", base["target"], "--samples", base["data.samples"]]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -434,15 +434,15 @@ def test_a_nonfinite_step_that_was_made_ends_the_run(
 
 def test_a_stuck_process_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     stages = Stages(torch.device("cpu"))
-    with watched(stages, rank=1, num_ranks=2, stuck_after=0.2):
-        for _ in range(10):  # moving, though for longer than the limit
+    with watched(stages, rank=1, num_ranks=2, stuck_after=1.0):
+        for _ in range(40):  # moving, though for longer than the limit
             stages.enter("target")
             time.sleep(0.03)
         stages.step = 12
         stages.enter("communication")
-        time.sleep(0.5)
+        time.sleep(2.5)
     told = " ".join(capsys.readouterr().err.split())
-    assert told.count("process 1 of 2 has been at step 12, communication, for") in (1, 2)
+    assert told.count("process 1 of 2 has been at step 12, communication, for") in (1, 2, 3)
     assert "in test_a_stuck_process_says_where" in told
     assert "target" not in told
     assert threading.active_count() < 20
@@ -455,7 +455,7 @@ def test_storing_features_is_watched_and_stops_on_a_signal(
     features = Target.features
 
     def stuck_then_stopped(self: Target, *arguments: Any) -> Any:
-        time.sleep(1.5)
+        time.sleep(3)
         os.kill(os.getpid(), signal.SIGTERM)
         return features(self, *arguments)
 
@@ -465,7 +465,8 @@ def test_storing_features_is_watched_and_stops_on_a_signal(
         train(make_config("medusa", base, tmp_path / "run", data=data, run={**RUN, "stuck_after": 1}))
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
-    assert "process 0 of 1 has been at step 0, storing features, for 1 s: in " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert re.search("process 0 of 1 has been at step 0, storing features, for [1-3] s: in ", told), told
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
