@@ -189,13 +189,13 @@ def test_a_state_is_of_the_text_however_it_fell_into_rounds(model: PreTrainedMod
             hidden = read(model, cache, drafted, [length])
         length += 1 + num_accepted
         whole = read(model, SlotCache(1, 64), text[:, :length], [0], [length])
-        torch.testing.assert_close(hidden[:, num_accepted], whole[:, -1], rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(hidden[:, num_accepted], whole[:, -1], rtol=1e-4, atol=1e-5)
     one_by_one = read_text(model, text[:, :TEXT])
     for place in range(TEXT, length):
         read(model, one_by_one, text[:, place : place + 1], [place])
     states = commit(model, cache, text, length), commit(model, one_by_one, text, length)
     for ours, expected in zip(*states, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_branch_of_a_tree_that_is_kept(model: PreTrainedModel) -> None:
@@ -214,7 +214,7 @@ def test_the_branch_of_a_tree_that_is_kept(model: PreTrainedModel) -> None:
     chain = read_text(model, text[:, :TEXT], 7)
     read(model, chain, text[:, TEXT : TEXT + 3], [TEXT])
     for ours, expected in zip(*(commit(model, which, text, TEXT + 3) for which in (cache, chain)), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=3e-5)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_begins_anew_with_each_text(model: PreTrainedModel) -> None:
@@ -227,8 +227,8 @@ def test_a_row_begins_anew_with_each_text(model: PreTrainedModel) -> None:
     second = read(model, cache, torch.stack([texts[0, 15:18], texts[2, TEXT : TEXT + 3]]), [15, TEXT])
     alone = read(model, read_text(model, texts[2:, :TEXT]), texts[2:, TEXT : TEXT + 3], [TEXT])
     first = read(model, read_text(model, texts[:1, :15]), texts[:1, 15:18], [15])
-    torch.testing.assert_close(second[1:], alone, rtol=1e-4, atol=3e-5)
-    torch.testing.assert_close(second[:1], first, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(second[1:], alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(second[:1], first, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
@@ -247,7 +247,7 @@ def test_time_steps_keep_the_limits_of_the_checkpoint(model_type: str) -> None:
             if hasattr(module, "time_step_limit"):
                 module.time_step_limit = (0.0, float("inf"))
         expected = plain.base_model(text, use_cache=False).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (raised - expected).abs().max() > 1e-3
 
 
