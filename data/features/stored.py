@@ -207,8 +207,9 @@ class StoredFeatures:
         try:
             header = read_header(path)
             for name, value in self.header(shard).items():
-                unseen = name == "target_fingerprint" and name in header and None in (value, header[name])
-                if header.get(name) != value and not unseen:  # a server's weights are never seen
+                # It is not known of a target that only a server has loaded.
+                unknown = name == "target_fingerprint" and name in header and None in (value, header[name])
+                if header.get(name) != value and not unknown:
                     return (
                         f"{path} holds features of another {name} ({header.get(name)}, not {value}): give another "
                         f"data.features_dir, or remove {self.folder}"

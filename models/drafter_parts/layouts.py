@@ -108,7 +108,8 @@ def in_engine_layout(config: dict[str, Any], tensors: dict[str, Tensor], target:
     if kind != "draft_model":
         config = checked(EngineFields, config)
     read = {*EngineFields.__annotations__, "draftsmith"} if kind != "draft_model" else config.keys()
-    experts = [len(tensor) for tensor in tensors.values() if tensor.ndim > 2 and tensor.numel()]  # of one tensor
+    # One tensor may hold all experts of a layer.
+    experts = [len(tensor) for tensor in tensors.values() if tensor.ndim > 2 and tensor.numel()]
     counts = {key: config[key] for key in read & config.keys()}
     check_counts(counts, max([len(tensors), *experts]), "this drafter's config.json")
     if kind in ("eagle3", "p_eagle"):

@@ -123,7 +123,8 @@ class Auto:
         longest = longest_prompt(target, settings.max_new_tokens)
         drafters = new_contenders(self.kinds, target, settings.engine)
         traffic = divide(settings.traffic, target, longest, settings.keep_personal_data, self.folder.prompts)
-        drafters = self.startable(drafters)
+        self.check_names(drafters)
+        drafters = self.served_by_timed_engine(drafters)
         training = read_prompts(self.folder.prompts.training)
         self.console.print(f"measuring what {in_words(settings.budget)} allow on this machine ...")
         plan = make_plan(target, training, traffic, drafters, settings.budget, self.answers)
@@ -135,15 +136,17 @@ class Auto:
         over = NONE_CAN_PAY if all(rate is None for rate in needed.values()) else None
         return self.save(AutoState(asked(settings), target.fingerprint(), traffic, plan, needed, [], [], [], over=over))
 
-    def startable(self, drafters: dict[str, Drafter]) -> dict[str, Drafter]:
-        """Return the kinds that the timed vLLM serves, whose costs are measured with that; all where none is timed.
+    def check_names(self, drafters: dict[str, Drafter]) -> None:
+        """Raise `UserError` where vLLM would guess another kind of drafter from the name of the folder to export to."""
+        for drafter in drafters.values() if self.settings.engine != "sglang" else []:
+            if rules := LOADER_RULES.get(("vllm", drafter.kind)):
+                check_name(rules.method, "--out", str(real_path(self.folder.export)))
 
-        Raises `UserError` where none is left, and for a folder from whose name vLLM would guess another kind.
+    def served_by_timed_engine(self, drafters: dict[str, Drafter]) -> dict[str, Drafter]:
+        """Return the kinds whose costs the timed vLLM tells, for it serves them; all where none is timed.
+
+        Raises `UserError` where none is left.
         """
-        if self.settings.engine != "sglang":
-            for drafter in drafters.values():
-                if rules := LOADER_RULES.get(("vllm", drafter.kind)):
-                    check_name(rules.method, "--out", str(real_path(self.folder.export)))
         if not self.engine:
             return drafters
         found = {}

@@ -671,10 +671,10 @@ def test_kinds_that_the_timed_engine_lacks_do_not_race(
     del search.engine  # that there was none
     shutil.rmtree(settings.out / "costs")
     drafters = {kind: untrained(kind, tiny_target) for kind in ("medusa", "eagle3")}
-    assert list(search.startable(drafters)) == ["eagle3"]
+    assert list(search.served_by_timed_engine(drafters)) == ["eagle3"]
     assert "medusa does not race: vLLM failed" in capsys.readouterr().err
     with pytest.raises(UserError, match="--check venv serves none of --drafters medusa,hydra"):
-        search.startable({"medusa": drafters["medusa"]})
+        search.served_by_timed_engine({"medusa": drafters["medusa"]})
 
 
 def test_a_folder_whose_name_misleads_vllm_is_refused_before_anything_is_trained(settings: AutoSettings) -> None:
