@@ -47,7 +47,10 @@ def served_result(evaluation: Evaluation) -> Result:
 
 
 def schedule_of(kind: str, evaluation: Evaluation) -> Schedule | None:
-    """Return the best draft length from each measured batch size on, 0 where none is shown to pay, if vLLM can."""
+    """Return the best draft length from each measured batch size on, 0 where none is shown to pay.
+
+    None where `as_schedule` returns it.
+    """
     draft_lengths = {}
     for size in {result.setting.batch_size for result in evaluation.results}:
         paying = [result for result in evaluation.results if result.setting.batch_size == size and result.pays]
