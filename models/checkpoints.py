@@ -111,6 +111,13 @@ def checkpoint_of(drafter: Drafter, dtype: torch.dtype) -> Checkpoint:
     return Checkpoint(drafter.kind, config, tensors)
 
 
+def check_reads_same(drafter: Drafter, name: str | Path, target: Target) -> None:
+    """Raise `UserError` where a drafter was trained with another tokenizer or chat template than the target's."""
+    mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
+    parts = ("tokenizer_fingerprint", "template_hash")
+    check_identity(f"drafter {name}", drafter.trained_for or {}, target, parts, mend)
+
+
 def load_drafter(name: str | Path, target: Target) -> Drafter:
     """Return a drafter for the target, on its device and in its dtype.
 
@@ -131,9 +138,7 @@ def load_drafter(name: str | Path, target: Target) -> Drafter:
         checkpoint = read_checkpoint(name, target)
         with errors_of(f"drafter {name}"):
             drafter = build_drafter(checkpoint, target)
-        mend = "measure and serve it with the tokenizer and template that it was trained with, or train it again"
-        parts = ("tokenizer_fingerprint", "template_hash")
-        check_identity(f"drafter {name}", drafter.trained_for or {}, target, parts, mend)
+        check_reads_same(drafter, name, target)
     for parameter in drafter.parameters():  # not the buffers: rotary frequencies need fp32
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(target.device).eval()

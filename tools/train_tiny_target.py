@@ -5,9 +5,9 @@
 
 DIR/model is what the package ships in recipes/tiny_python/; its README.md, written by this command, is the model card.
 The same command goes on where it was stopped. The learning rate is constant before it falls in the last steps, which
-read the standard library alone. A finished run goes on with more --steps, too: from DIR/stable.pt, the state before the
-fall. --start MODEL begins with the weights and the tokenizer of a model in place of new ones; of several models, with
-the mean of their weights. The mean can be better than each of them, where they began alike and read their text in
+read more of the standard library. A finished run goes on with more --steps, too: from DIR/stable.pt, the state before
+the fall. --start MODEL begins with the weights and the tokenizer of a model in place of new ones; of several models,
+with the mean of their weights. The mean can be better than each of them, where they began alike and read their text in
 different orders (Wortsman et al., "Model soups", arXiv 2203.05482).
 """
 
@@ -66,7 +66,7 @@ class Shape:
 class Training:
     """The run. Its rate is constant until the last `decay_share` of the steps, in which it falls to zero.
 
-    These last steps read the standard library alone, which the model is measured on.
+    These last steps read more of the standard library, which the model is measured on.
     """
 
     steps: int = 4000
@@ -74,6 +74,7 @@ class Training:
     tokens_per_pass: int = 2048  # of a step, forward and backward at once: few enough to stay in a CPU's caches
     whole_rows_every: int = 4  # steps; rows of the others are half as long as the context, which is faster
     stdlib_copies: int = 2  # how often an epoch holds the standard library's documents; of 16 many are learnt by heart
+    last_stdlib_copies: int = 16  # the same of the last steps, a third of whose text this is
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(
             learning_rate=4e-3,
@@ -98,17 +99,9 @@ class Training:
 class Text:
     """What a model learns from and is measured on, and its tokenizer."""
 
-    documents: list[Document]
-    library: list[Document]  # those of them that are of the standard library, once each
+    documents: list[Document]  # of a file of tools/tiny_target_text.py
     held_out: list[str]  # functions
     tokenizer: PreTrainedTokenizerFast
-
-
-def read_text(path: Path, stdlib_copies: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """Return the documents of a file of tools/tiny_target_text.py, those of the standard library so many times."""
-    documents = list(read_documents(path))
-    library = [document for document in documents if document.source == STANDARD_LIBRARY]
-    return Text(documents + (stdlib_copies - 1) * library, library, stdlib_functions(held_out=True), tokenizer)
 
 
 def train_tokenizer(functions: list[str], shape: Shape) -> PreTrainedTokenizerFast:
@@ -244,8 +237,12 @@ class TargetRun:
         self.optimizer = build_optimizer(self.model, training.optimizer)
         self.step, self.seconds = 0, 0.0  # so far, in all calls together
         self.resume()
-        self.rows = StepRows(tokenize(text.documents, text.tokenizer), shape, training)
-        self.last_rows = StepRows(tokenize(text.library, text.tokenizer), shape, training)
+        ids = tokenize(text.documents, text.tokenizer)
+        library = [
+            own for own, document in zip(ids, text.documents, strict=True) if document.source == STANDARD_LIBRARY
+        ]
+        self.rows = StepRows(ids + (training.stdlib_copies - 1) * library, shape, training)
+        self.last_rows = StepRows(ids + (training.last_stdlib_copies - 1) * library, shape, training)
         if training.compiled:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
@@ -377,7 +374,7 @@ no other use.
   {run.rows.num_tokens / 1e6:.1f} M) in {run.seconds / 3600:.1f} hours on {machine(run.model.device)}
   with torch {torch.__version__}.
 * Text: sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}..., functions and dialogues made of them, from the
-  sources below; in the last {training.steps - run.decay_start} steps from the standard library alone.
+  sources below; the last {training.steps - run.decay_start} steps read more of the standard library.
 * Commands: `python tools/tiny_target_text.py --out TEXT.jsonl`, and
   `python tools/train_tiny_target.py --text TEXT.jsonl --out DIR {command}`
 
@@ -420,7 +417,7 @@ def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.start[0])
     else:
         tokenizer = train_tokenizer(stdlib_functions(held_out=False), shape)
-    text = read_text(args.text, training.stdlib_copies, tokenizer)
+    text = Text(list(read_documents(args.text)), stdlib_functions(held_out=True), tokenizer)
     run = TargetRun(text, args.out, shape, training, args.device)
     run.train()
     write_card(run, args.text)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from draftsmith.models.fused.fused_layers import FAMILIES
+from draftsmith.models.fused.fused_layers import DENSE_FAMILIES
 from draftsmith.models.target.loading import whole_of
 from draftsmith.models.target.target import Target
 from draftsmith.models.target.target_files import read_tensors
@@ -29,7 +29,7 @@ def why_not_copied(target: Target, intermediate_size: int | None, num_layers: in
     """
     text = target.text_config
     rope = getattr(text, "rope_parameters", None) or {}
-    if text.model_type not in FAMILIES or text.hidden_act != "silu":
+    if text.model_type not in DENSE_FAMILIES or text.hidden_act != "silu":
         return f"layers of {text.model_type} compute otherwise than Llama's, which the drafter's are"
     if rope.get("partial_rotary_factor", 1) != 1:
         return f"{target.name} rotates a part of each head, and the drafter all of it"

@@ -24,8 +24,9 @@ from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.window import Window
 
-# Those whose layers `FusedLayer` computes.
-FAMILIES = ("cwm", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss")
+# Those whose layers `FusedLayer` computes, without and with mixtures of experts.
+DENSE_FAMILIES = ("cwm", "llama", "ministral", "mistral", "qwen2", "qwen3", "seed_oss")
+FAMILIES = (*DENSE_FAMILIES, "mixtral", "qwen3_moe")
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
 
 

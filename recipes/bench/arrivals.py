@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from draftsmith.data.prompts.prompt_formats import Prompt, text_of
-from draftsmith.data.prompts.sources import read_source
+from draftsmith.data.prompts.prompts import read_prompts
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.bench.client import ServerRequest, request_of
 from draftsmith.recipes.bench.results import BenchLoad
@@ -38,7 +38,7 @@ def read_mix(source: str | None, trace: Path | None, max_new_tokens: int, temper
 
     Raises `UserError` for a trace without texts and no prompts to take them from.
     """
-    prompts = read_source(source) if source else []
+    prompts = read_prompts(source) if source else []
     if trace is None:
         requests = [TraceRequest(prompt, None, None, False, None) for prompt in prompts]
         return Mix(requests, [], max_new_tokens, temperature)

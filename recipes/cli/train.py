@@ -1,5 +1,7 @@
 """`draftsmith train`, also as `accelerate launch -m draftsmith.train`."""
 
+import atexit
+
 from accelerate import PartialState
 from rich.console import Console
 
@@ -17,6 +19,8 @@ def run(settings: TrainSettings, console: Console) -> None:
         overfit(config, settings.overfit)
         return
     folder = train(config)
+    # Processes that end while a thread of their group still runs may be aborted, which fails the launch.
+    atexit.register(PartialState().destroy_process_group)
     if not PartialState().is_main_process:
         return
     if measured_checkpoints(folder):

@@ -25,6 +25,7 @@ from draftsmith.models import (
     checkpoint_of,
     read_checkpoint,
 )
+from draftsmith.models.checkpoints import check_reads_same
 from draftsmith.models.errors import UserError
 from draftsmith.models.storage.files import PARTIAL, finish_moving, real_path, whole_folder, write_json, write_whole
 from draftsmith.models.storage.model_files import target_config_file
@@ -90,6 +91,7 @@ def write_drafter(checkpoint: str | Path, engine: str, target: Target, names: di
         return training_free(str(checkpoint), engine, target, folder)
     source = read_checkpoint(checkpoint, target)
     drafter = build_drafter(source, target)  # also shows that it is whole and fits the target
+    check_reads_same(drafter, checkpoint, target)
     trained = checkpoint_of(drafter, dtype_of(source.tensors))
     trained_for = drafter.trained_for or trained.config["draftsmith"]["trained_for"]
     fingerprint = trained_for.get("target_fingerprint")

@@ -127,6 +127,7 @@ def test_copied_layers_begin_with_the_highest_state_alone(tiny_target: Target) -
     ("model_type", "changes", "settings", "reason"),
     [
         ("gemma2", {}, {}, "layers of gemma2 compute otherwise"),
+        ("qwen3_moe", {}, {}, "layers of qwen3_moe compute otherwise"),
         ("llama", {"hidden_act": "gelu"}, {}, "layers of llama compute otherwise"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {}, "part of each head"),
         ("llama", {}, {"intermediate_size": 48}, "intermediate_size is 32, and the drafter's 48"),

@@ -327,6 +327,17 @@ def test_it_stays_known_what_it_was_trained_for(tiny_target: Target, tmp_path: P
     assert read_config(tmp_path / "out")["draftsmith"]["trained_for"] == config["draftsmith"]["trained_for"]
 
 
+def test_a_checkpoint_of_another_chat_template_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """Its prompts would look otherwise to the drafter than all that it was trained on."""
+    checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
+    config = read_config(checkpoint)
+    config["draftsmith"]["trained_for"]["template_hash"] = "f" * 16
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="another chat template"):
+        export_checkpoint(checkpoint, "vllm", tiny_target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["lookahead", "none"])
 def test_nothing_to_export_without_weights(name: str, tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no trained drafter"):
