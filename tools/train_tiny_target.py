@@ -353,7 +353,8 @@ def write_card(run: TargetRun, path: Path) -> None:
     function = run.text.held_out[FUNCTION_SHOWN]
     question = code_dialogues(stdlib_groups(held_out=True))[DIALOGUE_SHOWN][:1]
     training = run.training
-    command = f"--steps {training.steps} --decay-share {training.optimizer.decay_share} --seed {training.seed}"
+    rate = f"--decay-share {training.optimizer.decay_share} --learning-rate {training.optimizer.learning_rate}"
+    command = f"--steps {training.steps} {rate} --seed {training.seed}"
     if training.start:
         command += f" --start {' '.join(training.start)}"
     settings = {**asdict(run.shape), **asdict(training)}
@@ -403,6 +404,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=Training.steps)
     parser.add_argument("--decay-share", type=float, default=Training().optimizer.decay_share)
+    parser.add_argument("--learning-rate", type=float, default=Training().optimizer.learning_rate)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--start", nargs="+", default=[], help="models whose mean is taken in place of new weights")
@@ -410,7 +412,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape, training = Shape(), Training(steps=args.steps, start=args.start, seed=args.seed)
-    training.optimizer.decay_share = args.decay_share
+    training.optimizer.decay_share, training.optimizer.learning_rate = args.decay_share, args.learning_rate
     if args.device != "cpu":
         training.tokens_per_pass = training.tokens_per_step  # a GPU has no caches that a step should fit
     if args.start:
