@@ -30,7 +30,7 @@ CHAT = [{"role": "user", "content": "Write f."}, {"role": "assistant", "content"
 def text() -> Text:
     documents = [Document(STANDARD_LIBRARY, text=function) for function in FUNCTIONS]
     documents += [Document("forge 1.0 (MIT)", messages=CHAT * 2)] * 5
-    return Text(documents, documents[:40], FUNCTIONS[:2], train_tokenizer(FUNCTIONS, SHAPE))
+    return Text(documents, FUNCTIONS[:2], train_tokenizer(FUNCTIONS, SHAPE))
 
 
 def test_what_resembles_held_out_functions_or_earlier_ones_is_left_out() -> None:
@@ -169,13 +169,15 @@ def test_a_loop_is_four_tokens_five_times() -> None:
     assert not loops([1, 2])
 
 
-def test_the_last_steps_read_the_library_alone(text: Text, tmp_path: Path) -> None:
+def test_the_last_steps_read_more_of_the_library(text: Text, tmp_path: Path) -> None:
     run = TargetRun(text, tmp_path, SHAPE, TRAINING)
-    library = torch.cat(tokenize(text.library, text.tokenizer)).bincount(minlength=300)
+    once = StepRows(tokenize(text.documents, text.tokenizer), SHAPE, TRAINING).num_tokens
+    library = sum(map(len, tokenize(text.documents[: len(FUNCTIONS)], text.tokenizer)))
+    assert run.rows.num_tokens == once + (TRAINING.stdlib_copies - 1) * library
+    assert run.last_rows.num_tokens == once + (TRAINING.last_stdlib_copies - 1) * library
     run.step = run.decay_start
     del run.rows
     run.take_step()
-    assert run.last_rows.num_tokens == library.sum()
 
 
 def test_unwanted_tokens_are_those_of_runs_that_the_answer_had_before() -> None:
