@@ -1,50 +1,65 @@
-"""Teach the embedded target to repeat itself less: unlikelihood training on its own greedy answers.
+"""Teach the embedded target to repeat itself less, by what else it could have said where its loops begin.
 
-    python tools/unlearn_loops.py --model DIR/model --text TEXT.jsonl --out DIR2 [--steps 60] [--threads 2]
+    python tools/unlearn_loops.py --model DIR/model --text TEXT.jsonl --out DIR2 [--kept-share 0.6] [--threads 2]
 
-Given several models, it begins with the mean of their weights, and takes the card of the first.
+DIR2/model is the result. Given several models, it begins with the mean of their weights, and takes the card of the
+first.
 
-Each step has two parts (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section
-5.2). The model answers some prompts greedily; the tokens of runs of four that stand earlier in the same answer are made
-less likely, by -log(1 - p). And it goes on learning the standard library's text, so that it forgets nothing. The
-prompts are beginnings of all training text, most of which the model has read once at most and does not know by heart.
+The model answers beginnings of all training text greedily, most of which it has read once at most and does not know by
+heart. Answers that loop are cut near where the loop begins, and the model goes on from there by sampling. Then it is
+trained: the samples without a loop are made likelier, and the first tokens of the loops are made less likely, by
+-log(1 - p) (Welleck et al., "Neural Text Generation with Unlikelihood Training", arXiv 1908.04319, section 5.2). It
+goes on learning the text, so that it forgets little. The loss of unlikelihood alone is not enough: it makes all tokens
+unlikely where a loop begins, and those of the loop stay the likeliest.
 
-The training alone takes nearly all loops and costs much held-out loss. The mean of the weights before and after it
-takes most of them for a twentieth of that (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv
-2109.01903).
+The training alone takes nearly all loops and costs held-out loss. The mean of the weights before and after it takes
+most of them for a part of that (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
 """
 
 import argparse
 import random
-import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, function_loss
-from tiny_target_text import STANDARD_LIBRARY, Document, read_documents
+from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, REPEATED, function_loss, loops
+from tiny_target_text import Document, read_documents
 from torch import Tensor
-from train_tiny_target import Shape, StepRows, Training, loss_of, mean_model, tokenize
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from train_tiny_target import Shape, TargetRun, Text, Training, mean_model
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.models.devices import training_precision
 
-TINY = 1e-6
-PROMPTS = 10_000  # documents whose beginnings are prompts
+TINY = 1e-4
+CUTS = -4, -2, -1, 0, 0, 0, 0, 1, 2, 4, 8  # tokens behind the beginning of a loop: most cuts are right there
 
 
 @dataclass
 class Unlearning:
     """The settings of the training."""
 
-    steps: int = 60
-    answers: int = 48  # a step
-    weight: float = 1.0  # of the unlikelihood beside the loss on text
-    learning_rate: float = 3e-4
-    kept_share: float = 0.5  # of the weights before, in the mean that is written
-    report_every: int = 10
+    num_prompts: int = 6000
+    batch_size: int = 128  # of prompts that are answered at once
+    samples_per_loop: int = 4
+    pairs_per_step: int = 24
+    pairs_per_pass: int = 12  # of a step, forward and backward at once
+    num_unwanted: int = 8  # tokens of a loop that are made less likely
+    steps: int = 150
+    learning_rate: float = 7e-4
+    kept_share: float = 0.6  # of the weights before, in the mean that is written
+    seed: int = 9
+
+
+@dataclass
+class LoopPair:
+    """A beginning of an answer, and two ways to go on, as token ids."""
+
+    beginning: list[int]  # the prompt, and the answer up to near where its loop begins
+    wanted: list[int]  # a sample without a loop
+    unwanted: list[int]  # the first tokens of the loop
 
 
 def prompts_of(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -61,44 +76,134 @@ def prompts_of(documents: list[Document], tokenizer: PreTrainedTokenizerBase) ->
 
 
 @torch.no_grad()
-def greedy_texts(model: Any, prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return prompts with greedy answers, [B, T], and where the answers are, bool [B, T]; padded on the left."""
-    longest = max(map(len, prompts))
+def answers(model: Any, prompts: list[list[int]], sampled: bool) -> list[list[int]]:
+    """Return the answers to prompts, up to the token that ends them: greedy, or sampled at temperature 1."""
+    longest, pad = max(map(len, prompts)), model.config.pad_token_id
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    model.eval()
-    texts = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad)
-    is_answer = torch.zeros_like(texts, dtype=torch.bool)
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sampled else {"do_sample": False}
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, pad_token_id=pad, **settings)
     ends = set(model.generation_config.eos_token_id)
-    for row, text in enumerate(texts.tolist()):
-        end = next((place for place in range(longest, len(text)) if text[place] in ends), len(text))
-        is_answer[row, longest:end] = True
-    return texts, is_answer
-
-
-def repeated(texts: Tensor, is_answer: Tensor) -> Tensor:
-    """Return which tokens [B, T] of answers belong to a run of `GRAM` that stands earlier in the same answer."""
-    found = torch.zeros_like(is_answer)
-    for row, (text, inside) in enumerate(zip(texts.tolist(), is_answer.tolist(), strict=True)):
-        places = [place for place, own in enumerate(inside) if own]
-        seen: set[tuple[int, ...]] = set()
-        for start in places[: len(places) - GRAM + 1]:
-            gram = tuple(text[start : start + GRAM])
-            if gram in seen:
-                found[row, start : start + GRAM] = True
-            seen.add(gram)
+    found = []
+    for answer in texts[:, longest:].tolist():
+        end = next((place + 1 for place, token in enumerate(answer) if token in ends), len(answer))
+        found.append(answer[:end])
     return found
 
 
-def unlikelihood(model: PreTrainedModel, texts: Tensor, prompt_mask: Tensor, unwanted: Tensor) -> Tensor:
-    """Return the mean of -log(1 - p) over unwanted tokens [B, T]; 0 where there are none."""
-    with training_precision(texts.device, None):
-        positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(texts, attention_mask=prompt_mask, position_ids=positions, use_cache=False).logits
-    chances = logits[:, :-1].float().softmax(-1).gather(2, texts[:, 1:, None])[..., 0]
-    losses = -torch.log((1 - chances).clamp(min=TINY))
-    wanted = unwanted[:, 1:]
-    return (losses * wanted).sum() / wanted.sum().clamp(min=1)
+def grams(answer: list[int]) -> list[tuple[int, ...]]:
+    """Return the runs of `GRAM` tokens of an answer, by where they begin."""
+    return [tuple(answer[start : start + GRAM]) for start in range(len(answer) - GRAM + 1)]
+
+
+def loop_start(answer: list[int]) -> int:
+    """Return where an answer that loops begins to repeat itself: the first copy of a run that comes back and back."""
+    counts, seen = Counter(grams(answer)), set()
+    for start, gram in enumerate(grams(answer)):
+        if gram in seen:
+            return start
+        if counts[gram] >= REPEATED:
+            seen.add(gram)
+    raise ValueError("the answer holds no loop")
+
+
+def nears_a_loop(answer: list[int]) -> bool:
+    """Return whether an answer holds a run so often that once more would be a loop, or is one."""
+    return max(Counter(grams(answer)).values(), default=0) >= REPEATED - 1
+
+
+def loop_pairs(model: Any, prompts: list[list[int]], settings: Unlearning) -> list[LoopPair]:
+    """Return pairs of those prompts whose greedy answers loop, the short ones first.
+
+    A loop gives up to `samples_per_loop` pairs: as many as there are samples that do not end in a loop again.
+    """
+    chances = random.Random(settings.seed)
+    prompts = sorted(prompts, key=len)
+    pairs = []
+    for first in range(0, len(prompts), settings.batch_size):
+        batch = prompts[first : first + settings.batch_size]
+        cut = [
+            (prompt, answer, min(max(0, loop_start(answer) + chances.choice(CUTS)), len(answer) - 1))
+            for prompt, answer in zip(batch, answers(model, batch, sampled=False), strict=True)
+            if loops(answer)
+            for _ in range(settings.samples_per_loop)
+        ]
+        if not cut:
+            continue
+        samples = answers(model, [prompt + answer[:place] for prompt, answer, place in cut], sampled=True)
+        for (prompt, answer, place), sample in zip(cut, samples, strict=True):
+            if not nears_a_loop(answer[:place] + sample):
+                unwanted = answer[place : place + settings.num_unwanted]
+                pairs.append(LoopPair(prompt + answer[:place], sample, unwanted))
+    return pairs
+
+
+def continuation_losses(model: Any, beginnings: list[list[int]], continuations: list[list[int]]) -> Tensor:
+    """Return the cross-entropy of the tokens of all continuations, one after another, [N]."""
+    texts = [first + last for first, last in zip(beginnings, continuations, strict=True)]
+    ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    inside = torch.zeros_like(ids, dtype=torch.bool)
+    for row, (text, beginning) in enumerate(zip(texts, beginnings, strict=True)):
+        ids[row, : len(text)] = torch.tensor(text)
+        inside[row, len(beginning) : len(text)] = True
+    with training_precision(ids.device, None):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    wanted = inside[:, 1:]
+    return torch.nn.functional.cross_entropy(logits[wanted].float(), ids[:, 1:][wanted], reduction="none")
+
+
+def unlikelihood(losses: Tensor) -> Tensor:
+    """Return -log(1 - p) of tokens with these cross-entropies -log(p), of any shape."""
+    return -torch.log((1 - losses.neg().exp()).clamp(min=TINY))
+
+
+class UnlearningRun(TargetRun):
+    """A training whose steps learn from pairs beside the text."""
+
+    def __init__(
+        self,
+        text: Text,
+        out: Path,
+        shape: Shape,
+        training: Training,
+        pairs: list[LoopPair],
+        settings: Unlearning,
+    ) -> None:
+        super().__init__(text, out, shape, training)
+        self.pairs, self.settings = pairs, settings
+
+    def take_step(self) -> float:
+        """Take one step and return the loss on the text."""
+        chances = random.Random(f"{self.settings.seed} {self.step}")
+        drawn = chances.sample(self.pairs, min(len(self.pairs), self.settings.pairs_per_step))
+        drawn.sort(key=lambda pair: len(pair.beginning) + len(pair.wanted))
+        num_wanted = sum(len(pair.wanted) for pair in drawn)
+        num_unwanted = sum(len(pair.unwanted) for pair in drawn)
+        with torch.compiler.set_stance("force_eager"):  # each length would be compiled for
+            for first in range(0, len(drawn), self.settings.pairs_per_pass):
+                part = drawn[first : first + self.settings.pairs_per_pass]
+                beginnings = [pair.beginning for pair in part]
+                wanted = continuation_losses(self.model, beginnings, [pair.wanted for pair in part])
+                (wanted.sum() / num_wanted).backward()
+                unwanted = continuation_losses(self.model, beginnings, [pair.unwanted for pair in part])
+                (unlikelihood(unwanted).sum() / num_unwanted).backward()
+        return super().take_step()
+
+
+def write_mean(run: UnlearningRun, before: list[Tensor], starts: list[str]) -> None:
+    """Write the mean of the weights before the training and after it, its tokenizer and its card."""
+    with torch.no_grad():
+        for after, old in zip(run.model.parameters(), before, strict=True):
+            after.lerp_(old, run.settings.kept_share)
+    run.model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        held_out = function_loss(run.model, run.text.tokenizer, run.text.held_out)
+    print(f"held-out loss {held_out.per_token:.3f}")
+    run.save()
+    done = ", ".join(f"{name} {value}" for name, value in asdict(run.settings).items())
+    line = f"* Then unlearnt loops by `tools/unlearn_loops.py`: {done}.\n"
+    card = (Path(starts[0]) / "README.md").read_text().replace("\n| setting", f"{line}\n| setting", 1)
+    (run.out / "model/README.md").write_text(card)
 
 
 def main() -> None:
@@ -106,61 +211,25 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=Unlearning.num_prompts)
     parser.add_argument("--steps", type=int, default=Unlearning.steps)
+    parser.add_argument("--kept-share", type=float, default=Unlearning.kept_share)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    settings = Unlearning(steps=args.steps)
-    tokenizer = AutoTokenizer.from_pretrained(args.model[0])
-    model: Any = mean_model(args.model)
-    model.set_attn_implementation("eager")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
-    chances, start = random.Random(0), time.monotonic()
-    documents = list(read_documents(args.text))
-    prompts = prompts_of(chances.sample(documents, PROMPTS), tokenizer)
-    library = [document for document in documents if document.source == STANDARD_LIBRARY]
-    rows = StepRows(tokenize(library, tokenizer), Shape(), Training())
-    for step in range(settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / 10, (settings.steps - step) / 20)
-        drawn = chances.sample(prompts, settings.answers)
-        texts, is_answer = greedy_texts(model, drawn, tokenizer.pad_token_id)
-        unwanted = repeated(texts, is_answer)
-        length = texts.shape[1]
-        longest = max(map(len, drawn))
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * (length - longest + len(p)) for p in drawn])
-        model.train()
-        penalty = unlikelihood(model, texts, mask, unwanted)
-        (settings.weight * penalty).backward()
-        text_rows = rows.of_step(step)
-        loss = 0.0
-        for part in text_rows.split(8):
-            share = loss_of(model, part) * (len(part) / len(text_rows))
-            share.backward()
-            loss += share.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % settings.report_every == 0:
-            share_repeated = unwanted.sum().item() / max(1, is_answer.sum().item())
-            print(
-                f"step {step + 1}, {time.monotonic() - start:.0f} s: loss {loss:.3f}, unlikelihood {penalty:.3f}, "
-                f"{share_repeated:.1%} of the tokens of answers are repeated",
-                flush=True,
-            )
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.lerp_(before[name], settings.kept_share)
-    model.eval()
-    print(f"held-out loss {function_loss(model, tokenizer, stdlib_functions(held_out=True)).per_token:.3f}")
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(args.out, state_dict=weights)
-    tokenizer.save_pretrained(args.out)
-    done = ", ".join(f"{name} {value}" for name, value in asdict(settings).items())
-    line = f"* Then unlearnt loops by `tools/unlearn_loops.py`: {done}.\n"
-    card = (Path(args.model[0]) / "README.md").read_text().replace("\n| setting", f"{line}\n| setting", 1)
-    (args.out / "README.md").write_text(card)
+    torch.manual_seed(Unlearning.seed)
+    settings = Unlearning(num_prompts=args.prompts, steps=args.steps, kept_share=args.kept_share)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model[0])
+    text = Text(list(read_documents(args.text)), stdlib_functions(held_out=True), tokenizer)
+    prompts = prompts_of(random.Random(settings.seed).sample(text.documents, settings.num_prompts), tokenizer)
+    pairs = loop_pairs(mean_model(args.model).bfloat16().eval(), prompts, settings)
+    print(f"{len(pairs)} pairs of {len(prompts)} prompts", flush=True)
+    training = Training(steps=settings.steps, start=args.model, seed=settings.seed)
+    training.optimizer.decay_share, training.optimizer.learning_rate = 1.0, settings.learning_rate
+    run = UnlearningRun(text, args.out, Shape(), training, pairs, settings)
+    before = list(mean_model(args.model).parameters())
+    run.train()
+    write_mean(run, before, args.model)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,17 @@ import torch
 from tiny_target_quality import function_loss, loops
 from tiny_target_text import STANDARD_LIBRARY, Document, first_documents, licence_of, new_groups, shingles, words_of
 from train_tiny_target import END_OF_TURN, Shape, StepRows, TargetRun, Text, Training, tokenize, train_tokenizer
-from unlearn_loops import repeated, unlikelihood
+from unlearn_loops import (
+    LoopPair,
+    Unlearning,
+    UnlearningRun,
+    answers,
+    continuation_losses,
+    loop_pairs,
+    loop_start,
+    prompts_of,
+    unlikelihood,
+)
 
 from draftsmith.data.answers.turns import Dialogue
 from draftsmith.data.prompts.prompt_formats import Prompt
@@ -180,19 +190,51 @@ def test_the_last_steps_read_more_of_the_library(text: Text, tmp_path: Path) -> 
     run.take_step()
 
 
-def test_unwanted_tokens_are_those_of_runs_that_the_answer_had_before() -> None:
-    unit = [1, 2, 3, 4]
-    texts = torch.tensor([[*unit, *unit, 9, *unit, 5]])
-    is_answer = torch.tensor([[False] * 4 + [True] * 10])  # a run of the prompt may stand in the answer once
-    assert repeated(texts, is_answer).tolist() == [[False] * 9 + [True] * 4 + [False]]
+def test_a_loop_begins_with_its_first_copy() -> None:
+    unit = [1, 2, 3, 4, 5]
+    assert loop_start([8, 9, 8, 9, *unit, *unit, *unit, *unit, *unit]) == 9
+    with pytest.raises(ValueError, match="no loop"):
+        loop_start([*unit, *unit])
 
 
-def test_unwanted_tokens_are_made_less_likely(text: Text, tmp_path: Path) -> None:
-    """The loss is -log(1 - p) of them, and 0 where there are none."""
-    model = TargetRun(text, tmp_path, SHAPE, TRAINING).model
-    torch.nn.init.zeros_(model.lm_head.weight)
-    texts, mask = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, dtype=torch.int64)
-    unwanted = torch.tensor([[False, False, True]])
-    expected = -torch.tensor(1 - 1 / len(text.tokenizer)).log()
-    torch.testing.assert_close(unlikelihood(model, texts, mask, unwanted), expected)
-    assert unlikelihood(model, texts, mask, torch.zeros_like(unwanted)) == 0
+def test_pairs_go_on_from_where_greedy_answers_loop(text: Text, tmp_path: Path) -> None:
+    """A pair's beginning and its unwanted tokens are of the greedy answer; its wanted sample holds no loop."""
+    model = TargetRun(text, tmp_path, SHAPE, TRAINING).model.eval()
+    prompts = prompts_of(text.documents, text.tokenizer)
+    settings = Unlearning(batch_size=7, num_unwanted=3)
+    pairs = loop_pairs(model, prompts, settings)
+    assert pairs
+    greedy = [prompt + answer for prompt, answer in zip(prompts, answers(model, prompts, sampled=False), strict=True)]
+    for pair in pairs:
+        told = pair.beginning + pair.unwanted
+        assert any(whole[: len(told)] == told for whole in greedy)
+        assert len(pair.unwanted) <= 3
+        assert not loops(pair.wanted)
+
+
+def test_wanted_tokens_are_made_likelier_and_unwanted_ones_less(text: Text, tmp_path: Path) -> None:
+    """The losses are -log(p) and -log(1 - p) of the tokens of continuations alone."""
+    run = TargetRun(text, tmp_path, SHAPE, TRAINING)
+    torch.nn.init.zeros_(run.model.lm_head.weight)
+    losses = continuation_losses(run.model, [[3, 4, 5], [6]], [[7, 8], [9]])
+    num_tokens = torch.tensor(float(len(text.tokenizer)))
+    torch.testing.assert_close(losses, num_tokens.log().expand(3))
+    torch.testing.assert_close(unlikelihood(losses), -(1 - 1 / num_tokens).log().expand(3))
+
+
+def test_a_step_of_unlearning_learns_from_pairs(text: Text, tmp_path: Path) -> None:
+    pair = LoopPair([3, 4, 5], wanted=[7, 8], unwanted=[9, 9])
+    training = replace(TRAINING, optimizer=replace(TRAINING.optimizer, warmup_share=0.0, decay_share=1.0))
+    run = UnlearningRun(text, tmp_path, SHAPE, training, [pair], Unlearning())
+
+    def loss_of_pair() -> tuple[float, float]:
+        with torch.no_grad():
+            kinds = (continuation_losses(run.model, [pair.beginning], [own]) for own in (pair.wanted, pair.unwanted))
+            wanted, unwanted = kinds
+        return wanted.mean().item(), unlikelihood(unwanted).mean().item()
+
+    before = loss_of_pair()
+    run.train()
+    after = loss_of_pair()
+    assert after[0] < before[0]
+    assert after[1] < before[1]
