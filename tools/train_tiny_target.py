@@ -299,12 +299,16 @@ class TargetRun:
         )
 
     def save(self) -> None:
-        """Write the state, whole or not at all, and the model, whose weights go to disk in bf16, at half the size."""
+        """Write the state, whole or not at all, and the model."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         content = io.BytesIO()
         schedule = {"steps": self.training.steps, "decay_start": self.decay_start}
         torch.save({**state, **schedule, "step": self.step, "seconds": self.seconds}, content)
         write_whole(self.out / ("stable.pt" if self.step <= self.decay_start else "decay.pt"), content.getvalue())
+        self.save_model()
+
+    def save_model(self) -> None:
+        """Write the model, whose weights go to disk in bf16, at half the size, and its tokenizer."""
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
         self.model.save_pretrained(self.out / "model", state_dict=weights)
         self.text.tokenizer.save_pretrained(self.out / "model")

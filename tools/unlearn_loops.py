@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.models.devices import training_precision
+from draftsmith.models.errors import UserError
 
 TINY = 1e-4
 CUTS = -4, -2, -1, 0, 0, 0, 0, 1, 2, 4, 8  # tokens behind the beginning of a loop: most cuts are right there
@@ -41,7 +42,7 @@ CUTS = -4, -2, -1, 0, 0, 0, 0, 1, 2, 4, 8  # tokens behind the beginning of a lo
 class Unlearning:
     """The settings of the training."""
 
-    num_prompts: int = 6000
+    num_documents: int = 7500  # whose beginnings are prompts, but for those that are too long
     batch_size: int = 128  # of prompts that are answered at once
     samples_per_loop: int = 4
     pairs_per_step: int = 24
@@ -176,6 +177,7 @@ class UnlearningRun(TargetRun):
         """Take one step and return the loss on the text."""
         chances = random.Random(f"{self.settings.seed} {self.step}")
         drawn = chances.sample(self.pairs, min(len(self.pairs), self.settings.pairs_per_step))
+        # Pairs of about the same length need little padding.
         drawn.sort(key=lambda pair: len(pair.beginning) + len(pair.wanted))
         num_wanted = sum(len(pair.wanted) for pair in drawn)
         num_unwanted = sum(len(pair.unwanted) for pair in drawn)
@@ -199,7 +201,7 @@ def write_mean(run: UnlearningRun, before: list[Tensor], starts: list[str]) -> N
     with torch.compiler.set_stance("force_eager"):
         held_out = function_loss(run.model, run.text.tokenizer, run.text.held_out)
     print(f"held-out loss {held_out.per_token:.3f}")
-    run.save()
+    run.save_model()  # not the state, so that the command given again finds the weights after the training
     done = ", ".join(f"{name} {value}" for name, value in asdict(run.settings).items())
     line = f"* Then unlearnt loops by `tools/unlearn_loops.py`: {done}.\n"
     card = (Path(starts[0]) / "README.md").read_text().replace("\n| setting", f"{line}\n| setting", 1)
@@ -211,19 +213,21 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=Unlearning.num_prompts)
+    parser.add_argument("--documents", type=int, default=Unlearning.num_documents)
     parser.add_argument("--steps", type=int, default=Unlearning.steps)
     parser.add_argument("--kept-share", type=float, default=Unlearning.kept_share)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(Unlearning.seed)
-    settings = Unlearning(num_prompts=args.prompts, steps=args.steps, kept_share=args.kept_share)
+    settings = Unlearning(num_documents=args.documents, steps=args.steps, kept_share=args.kept_share)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model[0])
     text = Text(list(read_documents(args.text)), stdlib_functions(held_out=True), tokenizer)
-    prompts = prompts_of(random.Random(settings.seed).sample(text.documents, settings.num_prompts), tokenizer)
+    prompts = prompts_of(random.Random(settings.seed).sample(text.documents, settings.num_documents), tokenizer)
     pairs = loop_pairs(mean_model(args.model).bfloat16().eval(), prompts, settings)
     print(f"{len(pairs)} pairs of {len(prompts)} prompts", flush=True)
+    if not pairs:
+        raise UserError("no answer loops, or none has a sample without a loop: give more --documents")
     training = Training(steps=settings.steps, start=args.model, seed=settings.seed)
     training.optimizer.decay_share, training.optimizer.learning_rate = 1.0, settings.learning_rate
     run = UnlearningRun(text, args.out, Shape(), training, pairs, settings)
