@@ -45,16 +45,9 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if in_bf16 else torch.float32
 
 
-def multiplies_bf16(device: torch.device) -> bool:
-    """Return whether matrix products in bf16 are faster than in fp32, as on CPUs with instructions for them."""
-    if device.type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return default_dtype(device) == torch.bfloat16
-
-
 def trains_in_bf16(device: torch.device, precision: Precision | None) -> bool:
-    """Return whether a drafter's matrix products are in bf16 in training; None: where the device has them faster."""
-    return multiplies_bf16(device) if precision is None else precision == "bf16"
+    """Return whether a drafter's matrix products are in bf16 in training; None: on GPUs that compute in it."""
+    return default_dtype(device) == torch.bfloat16 if precision is None else precision == "bf16"
 
 
 def training_precision(device: torch.device, precision: Precision | None) -> torch.autocast:

@@ -69,15 +69,6 @@ def reproducible() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def alike_on_all_cpus() -> Iterator[None]:
-    """Let training compute in fp32 unless a test asks for bf16, also on CPUs that multiply it faster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def pngs_nobody_sees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave PNGs of figures empty outside of the tests of pages: painting them is two thirds of a figure's time."""

@@ -143,7 +143,7 @@ class RunConfig:
     keep_checkpoints: Count | None = None  # so many of the newest keep their weights, as does the best; None: all
     timeout: Seconds = 1800.0  # that a process waits for the others before it gives up
     stuck_after: Seconds = 300.0  # at one place, after which a process says where it is
-    precision: Precision | None = None  # of matrix products; None: bf16 where the device multiplies it faster
+    precision: Precision | None = None  # of matrix products; None: bf16 on GPUs that have it, fp32 on CPUs
     compile: bool = False  # the loss, on a CPU: faster steps after some seconds of compiling
     profile: bool = False  # write a trace of a few steps into profile/
 

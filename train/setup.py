@@ -34,7 +34,7 @@ from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.hardware.layouts import IN_PIECES, layout_of, make_accelerator, precision_of
+from draftsmith.train.hardware.layouts import IN_PIECES, check_precision, layout_of, make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.inputs.features import check_images, load_target, open_store
@@ -103,12 +103,12 @@ def set_up(config: TrainConfig) -> Setup:
         check_swappable(drafter)
     elif prompts:
         check_evaluation(config.evaluation, drafter, target)
+    check_precision(config.run.precision, accelerator)
     check_states_precision(config.run.precision, drafter, target)
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share
     on_policy = OnPolicy(drafter, config.data, config.run.steps, config.run.seed) if share else None
-    precision = precision_of(config, accelerator)
-    return Setup(accelerator, teams, target, drafter, plan, store, prompts, on_policy, precision)
+    return Setup(accelerator, teams, target, drafter, plan, store, prompts, on_policy, config.run.precision)
 
 
 def check_writes_alone(layout: str) -> None:

@@ -71,7 +71,7 @@ class QuickstartSettings(OfKinds):
       draftsmith quickstart --minutes 10
     """
 
-    drafters: Name = option(INPUT, "kinds, separated by commas", "eagle3,hydra,medusa", "KINDS")
+    drafters: Name = option(INPUT, "kinds, separated by commas", "eagle3,hydra", "KINDS")
     minutes: Minutes = option(MEASURING, "time for everything: more trains longer", 10.0, "X")
     seed: Seed = option(MEASURING, "another seed draws other prompts and starting weights", 0, "N")
     out: FilePath = option(OUTPUT, "folder to write", Path("runs/quickstart"), "DIR")

@@ -21,7 +21,7 @@ from draftsmith.data.prompts.prompts import read_prompts, tokenise
 from draftsmith.data.samples.sample import Sample, Span
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
-from draftsmith.models import Target, devices
+from draftsmith.models import Target
 from draftsmith.models.errors import UserError
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
@@ -77,13 +77,11 @@ def test_a_step_is_timed_on_fewer_samples_than_it_takes(tiny_target: Target) -> 
     assert time_step(recipe, drafter, tiny_target, samples).loss > 0
 
 
-def test_a_step_is_timed_in_the_precision_that_it_is_trained_in(
-    make_target_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_timed_in_the_precision_that_it_is_trained_in(make_target_dir: Callable[..., Path]) -> None:
     """On hardware that computes in bf16 the target's features are in bf16, and the drafter's weights in fp32."""
-    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: True)
     target = Target.from_pretrained(make_target_dir(), "cpu", torch.bfloat16)
     recipe = RECIPES["quickstart_eagle3"]()
+    recipe.run.precision = "bf16"
     samples = [Sample([5, 6, 7, 8], [Span(1, 4)]) for _ in range(3)]
     assert time_step(recipe, new_drafter(recipe, target).float(), target, samples).loss > 0
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.data.samples.folder import read_samples
 from draftsmith.data.samples.sample import loss_mask
-from draftsmith.models import DRAFTERS, Target, devices
+from draftsmith.models import DRAFTERS, Target
 from draftsmith.models.drafters.eagle3 import Eagle3
 from draftsmith.models.errors import UserError
 from draftsmith.models.losses.divergences import compiled_compare
@@ -32,7 +32,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluation.evaluate import log_evaluation
-from draftsmith.train.hardware.layouts import precision_of
+from draftsmith.train.hardware.layouts import check_precision
 from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.optimizer import Muon
 from draftsmith.train.process.stages import STAGES, Stages
@@ -123,12 +123,11 @@ def test_packing_does_not_change_the_loss(kind: str, base: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("precision", "is_fast", "in_bf16"),
-    [(None, True, True), (None, False, False), ("bf16", False, True), ("fp32", True, False)],
+    ("precision", "in_bf16"),
+    [(None, False), ("bf16", True), ("fp32", False)],
 )
-def test_products_are_in_the_precision_asked_for_or_else_the_fastest(
+def test_products_on_a_cpu_are_in_fp32_unless_bf16_is_asked_for(
     precision: str | None,
-    is_fast: bool,
     in_bf16: bool,
     base: dict[str, Any],
     tmp_path: Path,
@@ -155,7 +154,6 @@ def test_products_are_in_the_precision_asked_for_or_else_the_fastest(
 
         return recorded
 
-    monkeypatch.setattr(devices, "multiplies_bf16", lambda device: is_fast)
     monkeypatch.setattr(Eagle3, "forward", within("loss", Eagle3.forward))
     monkeypatch.setattr(Accelerator, "backward", within("gradient", Accelerator.backward))
     monkeypatch.setattr(Muon, "step", within("optimiser", Muon.step))
@@ -166,13 +164,13 @@ def test_products_are_in_the_precision_asked_for_or_else_the_fastest(
     assert {weight.dtype for weight in final_weights(run).values() if weight.is_floating_point()} == {torch.float32}
 
 
-def test_deepspeed_on_a_cpu_computes_in_fp32_and_says_so(base: dict[str, Any], tmp_path: Path) -> None:
+def test_deepspeed_on_a_cpu_computes_in_fp32_and_says_so() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type, before = DistributedType.DEEPSPEED, accelerator.state.distributed_type
     try:
-        assert precision_of(make_config("eagle3", base, tmp_path), accelerator) == "fp32"
+        check_precision(None, accelerator)
         with pytest.raises(UserError, match="DeepSpeed computes in fp32 on a CPU"):
-            precision_of(make_config("eagle3", base, tmp_path, run={"precision": "bf16"}), accelerator)
+            check_precision("bf16", accelerator)
     finally:
         accelerator.state.distributed_type = before
 

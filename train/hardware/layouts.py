@@ -83,16 +83,14 @@ def layout_of(accelerator: Accelerator) -> str:
     return "DDP" if accelerator.num_processes > 1 else "one process"
 
 
-def precision_of(config: TrainConfig, accelerator: Accelerator) -> Precision | None:
-    """Return what `run.precision` asks for. DeepSpeed computes in fp32 on a CPU: `UserError` where it is to be bf16."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED or accelerator.device.type != "cpu":
-        return config.run.precision
-    if config.run.precision == "bf16":
+def check_precision(precision: Precision | None, accelerator: Accelerator) -> None:
+    """Refuse run.precision=bf16 where DeepSpeed runs on a CPU, which computes in fp32."""
+    on_cpu = accelerator.device.type == "cpu"
+    if precision == "bf16" and on_cpu and accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UserError(
             "run.precision=bf16: DeepSpeed computes in fp32 on a CPU: leave it out, or start with "
             "recipes/launch/cpu.yaml"
         )
-    return "fp32"
 
 
 def drafter_share(layout: str, num_devices: int, offloaded: bool = False) -> float:
