@@ -19,6 +19,7 @@ import platform
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import torch
 from tiny_target_quality import NEW_TOKENS, function_loss
@@ -34,6 +35,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.models import Target, load_drafter
 from draftsmith.models.devices import training_precision
 from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Precision
 from draftsmith.models.storage.files import write_whole
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.optimizer import Muon, MuonAndAdamW, learning_rate, set_learning_rate
@@ -88,6 +90,7 @@ class Training:
     )
     minutes_between_saves: float = 5.0
     compiled: bool = True  # layers are compiled, which takes a minute and is faster afterwards
+    precision: Precision | None = None  # of matrix products; None: bf16 on a GPU, fp32 on a CPU
     start: list[str] = field(default_factory=list)  # models whose mean it begins with; none: new weights
     seed: int = 0  # of new weights, and of the order of documents
 
@@ -206,9 +209,9 @@ def mean_model(paths: list[str]) -> LlamaForCausalLM:
     return model
 
 
-def loss_of(model: LlamaForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of rows, [rows, length + 1], computed in bf16 where that is fast."""
-    with training_precision(rows.device, None):
+def loss_of(model: LlamaForCausalLM, rows: torch.Tensor, precision: Precision | None) -> torch.Tensor:
+    """Return the mean cross-entropy of rows, [rows, length + 1]."""
+    with training_precision(rows.device, precision):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
@@ -277,12 +280,12 @@ class TargetRun:
         rows = rows.to(self.model.device)
         loss = 0.0
         for part in rows.split(max(1, self.training.tokens_per_pass // (rows.shape[1] - 1))):
-            share = loss_of(self.model, part) * (len(part) / len(rows))
+            share = loss_of(self.model, part, self.training.precision) * (len(part) / len(rows))
             share.backward()
             loss += share.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
         set_learning_rate(self.optimizer, learning_rate(self.step, self.training.steps, config))
-        with training_precision(self.model.device, None):
+        with training_precision(self.model.device, self.training.precision):
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -411,11 +414,12 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=Training().optimizer.learning_rate)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=get_args(Precision), help="bf16 is faster on CPUs with AMX")
     parser.add_argument("--start", nargs="+", default=[], help="models whose mean is taken in place of new weights")
     parser.add_argument("--seed", type=int, default=Training.seed, help="with --start: one that the model has not seen")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    shape, training = Shape(), Training(steps=args.steps, start=args.start, seed=args.seed)
+    shape, training = Shape(), Training(steps=args.steps, precision=args.precision, start=args.start, seed=args.seed)
     training.optimizer.decay_share, training.optimizer.learning_rate = args.decay_share, args.learning_rate
     if args.device != "cpu":
         training.tokens_per_pass = training.tokens_per_step  # a GPU has no caches that a step should fit

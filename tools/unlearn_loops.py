@@ -21,7 +21,7 @@ import random
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tiny_target_quality import GRAM, LONGEST_PROMPT, NEW_TOKENS, REPEATED, function_loss, loops
@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from draftsmith.data.prompts.standard_library import function_prompt, stdlib_functions
 from draftsmith.models.devices import training_precision
 from draftsmith.models.errors import UserError
+from draftsmith.models.ranges import Precision
 
 TINY = 1e-4
 CUTS = -4, -2, -1, 0, 0, 0, 0, 1, 2, 4, 8  # tokens behind the beginning of a loop: most cuts are right there
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Unlearning.steps)
     parser.add_argument("--kept-share", type=float, default=Unlearning.kept_share)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=get_args(Precision), help="of the steps on text")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(Unlearning.seed)
@@ -228,7 +230,7 @@ def main() -> None:
     print(f"{len(pairs)} pairs of {len(prompts)} prompts", flush=True)
     if not pairs:
         raise UserError("no answer loops, or none has a sample without a loop: give more --documents")
-    training = Training(steps=settings.steps, start=args.model, seed=settings.seed)
+    training = Training(steps=settings.steps, precision=args.precision, start=args.model, seed=settings.seed)
     training.optimizer.decay_share, training.optimizer.learning_rate = 1.0, settings.learning_rate
     run = UnlearningRun(text, args.out, Shape(), training, pairs, settings)
     before = list(mean_model(args.model).parameters())

@@ -10,7 +10,17 @@ import pytest
 import torch
 from tiny_target_quality import function_loss, loops
 from tiny_target_text import STANDARD_LIBRARY, Document, first_documents, licence_of, new_groups, shingles, words_of
-from train_tiny_target import END_OF_TURN, Shape, StepRows, TargetRun, Text, Training, tokenize, train_tokenizer
+from train_tiny_target import (
+    END_OF_TURN,
+    Shape,
+    StepRows,
+    TargetRun,
+    Text,
+    Training,
+    mean_model,
+    tokenize,
+    train_tokenizer,
+)
 from unlearn_loops import (
     LoopPair,
     Unlearning,
@@ -21,6 +31,7 @@ from unlearn_loops import (
     loop_start,
     prompts_of,
     unlikelihood,
+    write_mean,
 )
 
 from draftsmith.data.answers.turns import Dialogue
@@ -238,3 +249,25 @@ def test_a_step_of_unlearning_learns_from_pairs(text: Text, tmp_path: Path) -> N
     after = loss_of_pair()
     assert after[0] < before[0]
     assert after[1] < before[1]
+
+
+def test_given_again_the_mean_of_the_weights_before_and_after_is_the_same(text: Text, tmp_path: Path) -> None:
+    """The state keeps the weights after the training, of which a mean is made anew."""
+    first = TargetRun(text, tmp_path / "first", SHAPE, TRAINING)
+    first.save_model()
+    (tmp_path / "first/model/README.md").write_text("# Card\n\n| setting | value |\n")
+    starts = [str(tmp_path / "first/model")]
+    training = replace(TRAINING, optimizer=replace(TRAINING.optimizer, decay_share=1.0), start=starts)
+    pairs = [LoopPair([3, 4, 5], wanted=[7, 8], unwanted=[9, 9])]
+    written = []
+    for _ in range(2):
+        run = UnlearningRun(text, tmp_path / "out", SHAPE, training, pairs, Unlearning(kept_share=0.25))
+        before = list(mean_model(starts).parameters())
+        run.train()
+        after = [weight.detach().clone() for weight in run.model.parameters()]
+        write_mean(run, before, starts)
+        written.append([weight.detach() for weight in mean_model([str(tmp_path / "out/model")]).parameters()])
+        assert "Then unlearnt loops" in (tmp_path / "out/model/README.md").read_text()
+    for weight, own, old, again in zip(written[0], after, before, written[1], strict=True):
+        torch.testing.assert_close(weight, 0.75 * own + 0.25 * old.detach(), atol=0.01, rtol=0.01)  # written in bf16
+        assert torch.equal(weight, again)
