@@ -120,9 +120,13 @@ def _every_evaluation(folder: Path, reader: Reader) -> list[Evaluation]:
 
 
 def _comparison(folder: Path, reader: Reader) -> list[Evaluation]:
-    """Read the newest folder in this one in which `evaluate` compared drafters by draftsmith's decoder."""
+    """Read the newest folder in this one in which `evaluate` compared drafters by draftsmith's decoder.
+
+    An export holds an evaluation, too, that of its drafter.
+    """
     written = [path for path in folder.glob("*/evaluation.md") if not path.parent.name.startswith(".")]
-    newest_first = sorted(written, key=lambda path: path.stat().st_mtime, reverse=True)
+    compared_in = [path for path in written if not (path.parent / "config.json").is_file()]
+    newest_first = sorted(compared_in, key=lambda path: path.stat().st_mtime, reverse=True)
     for path in (*newest_first, folder / "comparison/evaluation.md"):
         if evaluations := _evaluations(path.parent, reader):
             return evaluations

@@ -105,8 +105,8 @@ def draw_round_time(rows: list[DrafterResult], figure: Figure) -> None:
     axes.axvline(plain_step, color=INK, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(rows) + 1), [label_text(drafter.name) for drafter, _ in rows] + ["plain decoding"])
     axes.invert_yaxis()
-    axes.set_xmargin(0.42)
-    label(axes, "Time of a round beside a step of plain decoding", "milliseconds")
+    axes.set_xmargin(0.8)  # for the remarks
+    label(axes, "Time of a round and of a plain step", "milliseconds")
     legend(figure)
 
 

@@ -324,6 +324,18 @@ def test_what_an_engine_measured_later_takes_no_comparisons_place(tmp_path: Path
     assert [drafter.name for drafter in read_report_data(tmp_path).all_drafters] == ["ngram", "suffix"]
 
 
+def test_an_export_takes_no_comparisons_place(tmp_path: Path) -> None:
+    """It lies in a quickstart's folder, with the evaluation of its drafter, and is newer than the comparison."""
+    for folder, kind in (("comparison/1-ngram", "ngram"), ("export", "eagle3")):
+        (tmp_path / folder).mkdir(parents=True)
+        write_results(tmp_path / folder / "evaluation.json", [result(0.7, 0.3)], kind, kind)
+    (tmp_path / "comparison/evaluation.md").write_text("")
+    (tmp_path / "export/config.json").write_text("{}")
+    (tmp_path / "export/evaluation.md").write_text("newer")
+    (tmp_path / "config.yaml").write_text("drafter: {kind: eagle3}")
+    assert [drafter.name for drafter in read_report_data(tmp_path).all_drafters] == ["ngram"]
+
+
 def test_sections_are_of_the_row_that_leads(tmp_path: Path) -> None:
     """A schedule leads, and the chains of its longest length stand before it: its own figures are shown."""
     rows = [result(0.5, 1.0), result(0.8, 1.0) | {"schedule": {"draft_lengths": [[1, 4], [8, 0]]}}]
