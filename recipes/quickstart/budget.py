@@ -98,7 +98,8 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     checked_tokens = mean_answer(samples, brief.max_new_tokens) * brief.repeats * CHECKPOINTS
     checkpoint_prompt = 3 * len(kinds) * per_token * checked_tokens
     compared_tokens = mean_answer(samples, COMPARISON.max_new_tokens) * COMPARISON.repeats
-    comparison_prompt = len(COMPARED_LENGTHS) * (len(kinds) + 2) * per_token * compared_tokens
+    contenders = 2 * len(kinds) + 2  # each alone and behind n-grams, n-grams, and plain decoding
+    comparison_prompt = len(COMPARED_LENGTHS) * contenders * per_token * compared_tokens
     num_prompts = min(len(prompts), num_batches * ANSWERS.batch_size)
     drafters = {kind: new_drafter(RECIPES[f"quickstart_{kind}"](), target) for kind in kinds}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})

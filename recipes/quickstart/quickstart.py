@@ -1,7 +1,8 @@
 """`draftsmith quickstart`: from nothing to measured drafters, in a given time.
 
 The target writes training text, each drafter is trained on it and measured briefly after every checkpoint. Then the
-best checkpoints are compared in one process, on prompts that did not choose them, and the fastest is exported.
+best checkpoints are compared in one process, alone and behind n-grams, on prompts that did not choose them, and the
+fastest that an engine serves is exported.
 """
 
 import json
@@ -107,8 +108,8 @@ def is_trained(run: Path, num_steps: int) -> bool:
 
 
 def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -> list[Evaluation]:
-    """Return the comparison of the checkpoints with each other and with n-grams, the fastest first."""
-    names = [*map(str, checkpoints), "ngram"]
+    """Return the comparison of the checkpoints, of each behind n-grams, and of n-grams alone, the fastest first."""
+    names = [*map(str, checkpoints), *(f"ngram+{checkpoint}" for checkpoint in checkpoints), "ngram"]
     source = str(out / "prompts" / "comparison.jsonl")
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
