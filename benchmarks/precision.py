@@ -2,10 +2,10 @@
 
     python benchmarks/precision.py [KIND ...] [--repeats 3]
 
-The quickstart's recipes on the embedded target: loss, gradient and the optimiser's step on answers of
-the target, whose own pass is not counted. The two precisions take turns, on other answers each time. torch compiles a
-product in bf16 for each number of rows, and these differ from step to step, as they do in training. So the same steps
-are taken once more, to show what they would take if all products were compiled. Printed are medians and their ratios.
+The quickstart's recipes on the embedded target: loss, gradient and the optimiser's step on answers of the target, whose
+own pass is not counted. The two precisions take turns, on other answers each time. torch compiles a product in bf16 for
+each number of rows, and these differ from step to step, as they do in training. So the same steps are taken once more,
+to show what they would take if all products were compiled. Printed are medians and their ratios.
 """
 
 import argparse

@@ -34,7 +34,7 @@ from draftsmith.models.target.chat_template import set_chat
 from draftsmith.train.config import DataConfig, TrainConfig
 from draftsmith.train.evaluation.by_engine import check_swappable
 from draftsmith.train.evaluation.evaluate import check_evaluation, evaluation_prompts
-from draftsmith.train.hardware.layouts import IN_PIECES, check_precision, layout_of, make_accelerator
+from draftsmith.train.hardware.layouts import IN_PIECES, check_deepspeed_precision, layout_of, make_accelerator
 from draftsmith.train.hardware.placement import check_placement, place
 from draftsmith.train.hardware.teams import Teams
 from draftsmith.train.inputs.features import check_images, load_target, open_store
@@ -103,7 +103,7 @@ def set_up(config: TrainConfig) -> Setup:
         check_swappable(drafter)
     elif prompts:
         check_evaluation(config.evaluation, drafter, target)
-    check_precision(config.run.precision, accelerator)
+    check_deepspeed_precision(config.run.precision, accelerator)
     check_states_precision(config.run.precision, drafter, target)
     store = open_store(config, drafter, target, plan)
     share = config.data.on_policy_share

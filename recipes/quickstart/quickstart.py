@@ -93,8 +93,7 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
         return
     if served != fastest[0]:
         note = "" if served.best.pays else ", though it is not shown to pay here"
-        others = f"vLLM does not serve {fastest[0].drafter_kind}, or it does not pay"
-        console.print(f"{others}: {served.drafter_kind} is exported in its place{note}")
+        console.print(f"vLLM does not serve it, or it does not pay: {served.drafter} is exported in its place{note}")
     if (out / "export").is_dir():
         console.print(f"exported: {out / 'export'}", soft_wrap=True)
         return

@@ -32,7 +32,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.evaluation.evaluate import log_evaluation
-from draftsmith.train.hardware.layouts import check_precision
+from draftsmith.train.hardware.layouts import check_deepspeed_precision
 from draftsmith.train.inputs.features import feature_source
 from draftsmith.train.optimizer import Muon
 from draftsmith.train.process.stages import STAGES, Stages
@@ -168,9 +168,9 @@ def test_deepspeed_on_a_cpu_computes_in_fp32_and_says_so() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type, before = DistributedType.DEEPSPEED, accelerator.state.distributed_type
     try:
-        check_precision(None, accelerator)
+        check_deepspeed_precision(None, accelerator)
         with pytest.raises(UserError, match="DeepSpeed computes in fp32 on a CPU"):
-            check_precision("bf16", accelerator)
+            check_deepspeed_precision("bf16", accelerator)
     finally:
         accelerator.state.distributed_type = before
 

@@ -83,7 +83,7 @@ def layout_of(accelerator: Accelerator) -> str:
     return "DDP" if accelerator.num_processes > 1 else "one process"
 
 
-def check_precision(precision: Precision | None, accelerator: Accelerator) -> None:
+def check_deepspeed_precision(precision: Precision | None, accelerator: Accelerator) -> None:
     """Refuse run.precision=bf16 where DeepSpeed runs on a CPU, which computes in fp32."""
     on_cpu = accelerator.device.type == "cpu"
     if precision == "bf16" and on_cpu and accelerator.distributed_type == DistributedType.DEEPSPEED:
