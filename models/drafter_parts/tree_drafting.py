@@ -298,20 +298,21 @@ class LevelWindows:
     def __init__(self, lengths: Tensor, cache: DrafterCache) -> None:
         """`lengths` [B] of the committed text."""
         self._lengths, self._cache = lengths, cache
-        self._slots: Tensor | None = None  # [B, R] of all that is read, made when the first is
+        self._all: Window | None = None  # of all R tokens that are read, made when the first is
         self._num_read = self._depth = 0
         self._seen: Tensor | None = None  # [B, W, words] by the tokens of the level before
 
     def next(self, width: int, parents: Tensor | None) -> Window:
         """Return the window of the next level: `width` tokens that follow `parents` [B, W] of the level before."""
-        if self._slots is None:
-            self._slots = self._lengths[:, None] + self._cache.read_slots
+        if self._all is None:
+            all_slots = self._lengths[:, None] + self._cache.read_slots
+            self._all = Window(all_slots, all_slots, all_slots[:, 0])
         depth, columns = self._depth, slice(self._num_read, self._num_read + width)
         self._depth += 1
         self._num_read += width
-        slots, prefix = self._slots[:, columns], self._slots[:, 0]
         if parents is None:
-            return Window(slots, slots, prefix)
+            return self._all.part(columns)
         own = self._cache.own_bits[columns].expand(len(parents), -1, -1)
         self._seen = own if self._seen is None else gather_columns(self._seen, parents) | own
-        return Window(slots, self._slots[:, depth : depth + 1].expand(-1, width), prefix, self._seen)
+        slots, prefix = self._all.slots, self._all.prefix
+        return Window(slots[:, columns], slots[:, depth : depth + 1].expand(-1, width), prefix, self._seen)

@@ -165,11 +165,18 @@ class Eagle3(Drafter):
     def layer_passes(self) -> float:
         return self.training_depth * self.config.num_layers  # behind a warm-up: the most
 
+    @property
+    def state_norms(self) -> list[RMSNorm]:
+        """The norms of the states that `fc` reads: one of each layer's, one of all side by side, or none."""
+        if self.config.feature_norm == "each":
+            return [cast(RMSNorm, norm) for norm in self.fc_norm]
+        return [self.input_norm] if self.config.feature_norm == "all" else []
+
     def fuse(self, states: Tensor) -> Tensor:
         """Return the features that the layer reads, [..., H], from the states of the target's layers [..., A * Ht]."""
         if self.config.feature_norm == "each":
             each = states.unflatten(-1, (len(self.layer_ids), -1))  # [..., A, Ht]
-            weights = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
+            weights = torch.stack([norm.weight for norm in self.state_norms])
             states = (F.rms_norm(each, each.shape[-1:], None, self.norm.eps) * weights).flatten(-2)
         elif self.config.feature_norm == "all":
             states = self.input_norm(states)
@@ -213,12 +220,12 @@ class Eagle3(Drafter):
     @torch.inference_mode()
     def prefill(self, cache: "Eagle3Cache", token_ids: Tensor, features: Features, window: Window) -> None:
         assert features.layers is not None
-        cache.read_prompt(token_ids.gather(1, window.positions + 1), self.fuse(features.layers), window)
+        cache.read_prompt(token_ids.gather(1, window.positions + 1), cache.fuse(features.layers), window)
 
     @torch.inference_mode()
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         assert state.features.layers is not None
-        return state.cache.draft(state, self.fuse(state.features.layers), shape, self.target.vocab_size)
+        return state.cache.draft(state, state.cache.fuse(state.features.layers), shape, self.target.vocab_size)
 
     # --- checkpoints
 
@@ -298,8 +305,17 @@ class Eagle3Cache(EagleCache):
         self.norm_before_residual, self.norm_output = drafter.config.norm_before_residual, drafter.config.norm_output
         self.ids = with_no_token(drafter.draft_to_target())
         self.input_norms = decoding_norm(layer.input_layernorm, layer.hidden_norm)
-        store_for_decoding(drafter.lm_head)
+        store_for_decoding(drafter.fc, drafter.lm_head)
+        norms = drafter.state_norms
+        self.state_norm, self.num_norms = decoding_norm(*norms) if norms else None, len(norms)
+        self.fc = drafter.fc.weight
         self.final_norm, self.head = decoding_norm(drafter.norm), drafter.lm_head.weight
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Do what `Eagle3.fuse` does, with states [B, T, A * Ht]."""
+        if self.state_norm is not None:
+            states = self.state_norm(states.unflatten(-1, (self.num_norms, -1))).flatten(-2)
+        return F.linear(states, self.fc)
 
     def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return read.flatten(2), read[:, :, 1] if self.norm_before_residual else hidden

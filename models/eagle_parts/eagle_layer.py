@@ -243,7 +243,7 @@ class FeatureCache(DrafterCache):
 class EagleCache(FeatureCache):
     """Everything that drafting makes or looks up once: keys and values, the rotary table, and the weights.
 
-    With kernels the layer takes the steps of the target's fused layers, behind an ordinary embedding.
+    A single layer behind an ordinary embedding takes the steps of the target's fused layers, on a CPU in fp32 alone.
     """
 
     input_norms: DecodingNorm | None = None  # of embedding and feature; None where neither is normed
@@ -262,15 +262,17 @@ class EagleCache(FeatureCache):
         weight = attention.o_proj.weight
         super().__init__(num_rows, num_slots, shape, weight.device)
         self.layer, self.attention, self.embedding, self.deeper = layer, attention, embedding, deeper
-        in_steps = runs_kernels(weight.device) and type(embedding) is nn.Embedding and not deeper
+        takes_steps = runs_kernels(weight.device) or weight.dtype == torch.float32
+        in_steps = takes_steps and type(embedding) is nn.Embedding and not deeper
         self.steps = steps_on(weight.device) if in_steps else None
         self.rotary = rotary_table(rotary, self.kv.num_slots, weight)
         if self.steps is not None:
+            self.kv.reserve(0, attention.num_kv_heads, (attention.head_dim, attention.head_dim), like=weight)
             self.kv.angles = rotary_angles(rotary, self.kv.num_slots, weight.device)
         store_for_decoding(attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        self.output = attention.o_proj.weight
+        self.qkv, self.output = attention.qkv_proj.weight.t(), attention.o_proj.weight.t()
         self.mlp_norm = decoding_norm(layer.post_attention_layernorm)
-        self.gate_up, self.down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        self.gate_up, self.down = mlp.gate_up_proj.weight.t(), mlp.down_proj.weight.t()
 
     @abstractmethod
     def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,9 +316,9 @@ class EagleCache(FeatureCache):
             return self._finish_in_steps(self.steps, query, residual)
         mask = window.mask(self.kv.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
-        hidden = residual + F.linear(attended.flatten(2), self.output)
-        gate, up = F.linear(self.mlp_norm(hidden), self.gate_up).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate, inplace=True).mul_(up), self.down)
+        hidden = residual + attended.flatten(2) @ self.output
+        gate, up = (self.mlp_norm(hidden) @ self.gate_up).chunk(2, -1)
+        hidden = hidden + F.silu(gate, inplace=True).mul_(up) @ self.down
         for number, layer in enumerate(self.deeper, 1):
             query, key, value = layer.project(hidden, self.rotary, window.positions)
             keys, values = self.kv.update(key, value, number)
@@ -327,14 +329,13 @@ class EagleCache(FeatureCache):
         self, steps: ModuleType, token_ids: Tensor, hidden: Tensor, window: Window
     ) -> tuple[Tensor, Tensor]:
         attention, (batch, length) = self.attention, token_ids.shape
-        self.kv.reserve(0, attention.num_kv_heads, (attention.head_dim, attention.head_dim), like=hidden)
         beside = self.input_norms and Beside(hidden.flatten(0, 1), self.input_norms)
         entry = steps.enter(token_ids, self.embedding.weight, window, self.kv, {None}, beside)
         self.mask = entry.mask  # of the tokens that are written; `finish` reads the same ones
         x, residual = self.enter(entry.x.unflatten(0, token_ids.shape), hidden)
         query, kept = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         qkv = x.new_empty(batch * length, query + 2 * kept)
-        steps.product(x.flatten(0, 1), attention.qkv_proj.weight.t(), qkv)
+        steps.product(x.flatten(0, 1), self.qkv, qkv)
         heads = qkv[:, : query + kept].view(len(qkv), -1, 2, attention.head_dim // 2)
         steps.rotate_and_store(heads, qkv[:, query:], entry.cos, entry.sin, None, self.kv.written, self.kv.flat(0))
         self.keys, self.values = self.kv.keys_and_values(0)
@@ -343,10 +344,10 @@ class EagleCache(FeatureCache):
     def _finish_in_steps(self, steps: ModuleType, query: Tensor, residual: Tensor) -> Tensor:
         attended = steps.attend(query, self.keys, self.values, self.mask, query.shape[-1] ** -0.5, None)
         x = residual.flatten(0, 1)  # a view, to which both halves of the layer are added
-        inner = x.new_empty(len(x), self.down.shape[1])
-        steps.product(attended.reshape(len(x), -1), self.output.t(), x, ending="add")
-        steps.product(x, self.gate_up.t(), inner, self.mlp_norm, ending="gate")
-        steps.product(inner, self.down.t(), x, ending="add")
+        inner = x.new_empty(len(x), len(self.down))
+        steps.product(attended.reshape(len(x), -1), self.output, x, ending="add")
+        steps.product(x, self.gate_up, inner, self.mlp_norm, ending="gate")
+        steps.product(inner, self.down, x, ending="add")
         return x.view_as(residual)
 
     def read_features(self, state: DecodingState, features: Tensor) -> Tensor:
@@ -354,12 +355,14 @@ class EagleCache(FeatureCache):
 
         On a GPU all of them do: that reads the weights once, too, and takes fewer launches than to part them.
         """
-        if self.steps is not None or self.deeper:
+        if runs_kernels(features.device) or self.deeper:
             return super().read_features(state, features)
         window = Window(state.positions, state.positions, state.positions[:, 0])
         query, residual = self.write(state.next_ids, features, window)
         newest = state.newest_column
         rows = torch.arange(len(query), device=query.device)
+        if self.steps is not None:
+            self.mask = {None: self.mask[None][rows, :, newest][:, :, None]}
         slots = state.lengths[:, None] - 2
         window = Window(slots, slots, slots[:, 0])
         return self.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)

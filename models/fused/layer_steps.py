@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.attention import last_seen
 from draftsmith.models.slots.cache import SlotCache
-from draftsmith.models.slots.window import Window
+from draftsmith.models.slots.window import Places, Window
 
 
 class Beside(NamedTuple):
@@ -42,22 +42,32 @@ def enter(
 ) -> Entry:
     """Begin a pass over new tokens [B, T]: look up their embeddings [V, H] and angles, and set where they are stored.
 
-    The mask is, for each sliding window of `reaches`, fp32 [B, 1, T, M] to add to the scores. Angles past the last one
-    that the cache holds, of drafts that are never kept, are those of the last.
+    The mask is, for each sliding window of `reaches`, fp32 [B, 1, T, M] to add to the scores.
     """
-    assert cache.angles is not None
-    cache.write_to(window.slots)
-    seen = window.bool_mask(cache.num_seen)
-    zeros = torch.zeros(seen.shape, device=seen.device)
-    masks = {
-        reach: zeros.masked_fill(~(seen if reach is None else last_seen(seen, reach)), -math.inf) for reach in reaches
-    }
-    positions = window.positions.flatten().clamp(max=len(cache.angles) - 1)
-    cos, sin = cache.angles[positions][:, None, :, None].unbind(2)  # [N, 1, 1, D / 2]
+    places = places_of(window, cache, reaches)
+    cache.written = places.written.flatten()
     x = nn.functional.embedding(token_ids.flatten(), embedding)
     if beside is not None:
         x = beside.norm(torch.stack([x, beside.hidden], 1))
-    return Entry(x, masks, cos, torch.cat((-sin, sin), 2))
+    return Entry(x, places.masks, places.cos.flatten(0, 1), places.sin.flatten(0, 1))
+
+
+def places_of(window: Window, cache: SlotCache, reaches: set[int | None]) -> Places:
+    """Return the places of a window; where it is a part of a longer one, that one's places are worked out once.
+
+    Angles past the last one that the cache holds, of drafts that are never kept, are those of the last.
+    """
+    if window.part_of is not None:
+        whole, columns = window.part_of
+        if whole.places is None:
+            whole.places = places_of(whole, cache, reaches)
+        return whole.places.part(columns)
+    assert cache.angles is not None
+    seen = window.bool_mask(cache.num_seen)
+    masks = {reach: torch.where(seen if reach is None else last_seen(seen, reach), 0.0, -math.inf) for reach in reaches}
+    positions = window.positions.clamp(max=len(cache.angles) - 1)
+    cos, sin = cache.angles[positions][:, :, None, :, None].unbind(3)  # [B, T, 1, 1, D / 2]
+    return Places(cache.rows_of(window.slots), masks, cos, torch.cat((-sin, sin), 3))
 
 
 # What becomes of a product: it is written, added to what is there, or the gates and ups of an MLP.

@@ -73,10 +73,14 @@ class SlotCache:
 
     def write_to(self, slots: Tensor) -> None:
         """Set the slots [B, T] of the next forward pass."""
-        rows = self.picked_rows
-        if rows is None:
-            rows = torch.arange(len(slots), device=slots.device)
-        self.written = (rows[:, None] * (self.num_slots + 1) + slots.clamp(max=self.num_slots)).flatten()
+        self.written = self.rows_of(slots).flatten()
+
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """Return where in `flat` the slots [B, T] of the rows of a pass stand, int64 [B, T]."""
+        rows, length = self.picked_rows, self.num_slots + 1
+        first_rows = torch.arange(0, len(slots) * length, length, device=slots.device)
+        starts = first_rows if rows is None else rows * length
+        return starts[:, None] + slots.clamp(max=self.num_slots)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store key and value [B, Hkv, T, D or Dv] at the slots set before; return those seen, [B, Hkv, M, D or Dv]."""

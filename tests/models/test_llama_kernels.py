@@ -78,6 +78,21 @@ def test_enter(width: int, num_words: int, picked: list[int] | None, device: str
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("columns", [slice(0, 1), slice(2, 3), slice(1, 4)])
+def test_a_part_of_a_window_is_entered_as_a_window_of_its_own(columns: slice) -> None:
+    """What all parts share, made of the whole, gives each what its own slots would, past the last angle, too."""
+    whole = chain_window(torch.tensor([4, 12]), 4)
+    alone = Window(whole.slots[:, columns], whole.positions[:, columns], whole.prefix)
+    token_ids, embedding = torch.randint(50, alone.slots.shape), torch.randn(50, 8)
+    cache, shared = (SlotCache(2, 15) for _ in range(2))
+    cache.angles = shared.angles = torch.randn(14, 2, 10)
+    expected = llama_steps.enter(token_ids, embedding, alone, cache, {None, 3})
+    found = llama_steps.enter(token_ids, embedding, whole.part(columns), shared, {None, 3})
+    assert whole.places is not None
+    assert torch.equal(shared.written, cache.written)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_enter_with_features(dtype: torch.dtype, device: str) -> None:
     """Embedding and feature stand side by side, each normed by its own weights; features and tokens lie apart."""
