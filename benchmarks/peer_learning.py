@@ -47,7 +47,7 @@ from draftsmith.train import train
 from draftsmith.train.run_folder.checkpoint import checkpoints
 
 Side = Literal["ours", "theirs"]
-NUM_PROMPTS, NUM_HELD_OUT, MAX_NEW_TOKENS = 3000, 157, 96
+NUM_PROMPTS, NUM_HELD_OUT, MAX_NEW_TOKENS = 12000, 157, 96
 SHORT_RUNS = 8, 40  # steps of the two runs that tell the time of a step
 TOKENS_A_STEP = 2048  # of theirs, packed: its default of 8192 leaves few steps for minutes of CPU time
 FOR_A_CPU = (
