@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 import torch
@@ -48,6 +49,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoints
 
 Side = Literal["ours", "theirs"]
 NUM_PROMPTS, NUM_HELD_OUT, MAX_NEW_TOKENS = 12000, 157, 96
+ONE_AT_A_TIME = Lock()  # for loading a model, which two threads of transformers cannot do side by side
 SHORT_RUNS = 8, 40  # steps of the two runs that tell the time of a step
 TOKENS_A_STEP = 2048  # of theirs, packed: its default of 8192 leaves few steps for minutes of CPU time
 FOR_A_CPU = (
@@ -202,8 +204,9 @@ def result_of(args: argparse.Namespace, side: Side, minutes: float, seed: int) -
     if not path.is_file():
         steps = round(60 * minutes / seconds_a_step(args, side))
         cpu_seconds = cpu_seconds_of(args, PeerRun(side, steps, seed), out)
-        target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
-        lengths = acceptance_lengths(target, load_drafter(drafter_in(out), target), held_out_texts(args.folder))
+        with ONE_AT_A_TIME:
+            target = Target.from_pretrained(EMBEDDED_TARGET, "cpu")
+            lengths = acceptance_lengths(target, load_drafter(drafter_in(out), target), held_out_texts(args.folder))
         path.write_text(json.dumps(asdict(PeerResult(side, minutes, seed, steps, cpu_seconds, *lengths))))
     return PeerResult(**json.loads(path.read_text()))
 
