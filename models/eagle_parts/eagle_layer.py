@@ -362,7 +362,7 @@ class EagleCache(FeatureCache):
         newest = state.newest_column
         rows = torch.arange(len(query), device=query.device)
         if self.steps is not None:
-            self.mask = {None: self.mask[None][rows, :, newest][:, :, None]}
+            self.mask = {None: self.mask[None][rows, :, newest][:, :, None]}  # of the newest one alone
         slots = state.lengths[:, None] - 2
         window = Window(slots, slots, slots[:, 0])
         return self.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
