@@ -327,13 +327,18 @@ def test_it_stays_known_what_it_was_trained_for(tiny_target: Target, tmp_path: P
     assert read_config(tmp_path / "out")["draftsmith"]["trained_for"] == config["draftsmith"]["trained_for"]
 
 
-def test_a_checkpoint_of_another_chat_template_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mark", "told"), [("template_hash", "another chat template"), ("tokenizer_fingerprint", "another tokenizer")]
+)
+def test_a_checkpoint_for_text_of_another_form_is_refused(
+    mark: str, told: str, tiny_target: Target, tmp_path: Path
+) -> None:
     """Its prompts would look otherwise to the drafter than all that it was trained on."""
     checkpoint = save_checkpoint("eagle3", tiny_target, tmp_path / "checkpoint")
     config = read_config(checkpoint)
-    config["draftsmith"]["trained_for"]["template_hash"] = "f" * 16
+    config["draftsmith"]["trained_for"][mark] = "f" * 16
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="another chat template"):
+    with pytest.raises(UserError, match=told):
         export_checkpoint(checkpoint, "vllm", tiny_target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
