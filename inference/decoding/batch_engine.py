@@ -32,7 +32,7 @@ from draftsmith.models.sampling.drawing import cut, uniforms
 from draftsmith.models.sampling.sampling import Noise, Sampling, Stream, sample
 from draftsmith.models.sampling.trees import Chain, Shape
 from draftsmith.models.slots.cache import SlotCache
-from draftsmith.models.slots.window import Window, chain_window
+from draftsmith.models.slots.window import chain_window
 from draftsmith.models.target.target import Features, Target
 
 PREFILL_CHUNK = 512  # prompt tokens a row that the target reads at once
@@ -285,10 +285,8 @@ class BatchEngine:
         state = self.state.first(self._num_computed())
         if shape.num_nodes:
             return self.drafter.propose(state, shape)
-        if not self.drafter.prefills_from_tokens:  # the next pass writes over these features
-            positions = state.positions[:, :num_columns]
-            window = Window(positions, positions, positions[:, 0])
-            self.drafter.prefill(state.cache, state.token_ids, state.features.up_to(num_columns), window)
+        if not self.drafter.prefills_from_tokens:
+            self.drafter.read_last_pass(state, num_columns)
         return chain(state.token_ids[:, :0])
 
     @torch.no_grad()

@@ -48,6 +48,15 @@ class DecodingDrafter:
         `propose`, as does in each round what the last one committed.
         """
 
+    def read_last_pass(self, state: DecodingState, num_columns: int) -> None:
+        """Read the first columns of what the target read last, in a round in which this drafter drafts nothing.
+
+        The target's next pass writes over these features.
+        """
+        positions = state.positions[:, :num_columns]
+        window = Window(positions, positions, positions[:, 0])
+        self.prefill(state.cache, state.token_ids, state.features.up_to(num_columns), window)
+
     @abstractmethod
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Return tokens to follow each row's newest one, as many as the shape has nodes or fewer."""

@@ -57,11 +57,13 @@ class Cascade(Drafter):
     def propose(self, state: DecodingState, shape: Shape) -> Draft:
         """Draft by both, and take for each row what was looked up where enough tokens matched.
 
-        Where all rows take what was looked up, a CPU does not ask a trained drafter, unless it has a cache to fill.
+        Where all rows take what was looked up, a CPU does not ask the trained drafter, which then only reads what its
+        next draft needs. A draft model is asked all the same: it reads with its draft.
         """
         tokens, matched = self.lookup.look_up(state, shape.depth)
         looked_up = matched >= self.config.shortest  # [B]
-        if state.cache is None and not runs_kernels(tokens.device) and looked_up.all():
+        if not runs_kernels(tokens.device) and not self.prefills_from_tokens and looked_up.all():
+            self.trained.read_last_pass(state, int(state.newest_column.max()) + 1)
             return lookup_chain(tokens)
         draft = self.trained.propose(replace(state, own_drafts=False), shape)
         width = draft.tokens.shape[1]

@@ -2,11 +2,12 @@
 
 It needs neither training nor a model, and is the baseline that a trained drafter has to beat.
 
-Shapes: B rows, M slots of a row, K drafted tokens.
+Shapes: B rows, M slots of a row, S tokens of the longest suffix, K drafted tokens.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.models.drafter_configs import NgramConfig
 from draftsmith.models.drafter_parts.base import Drafter
@@ -47,16 +48,14 @@ def longest_match(
     The suffix is the longest of `longest` to `shortest` tokens that has an earlier copy. Of several copies the latest
     is taken, or the earliest. Where there is none, the two numbers are -1 and 0.
     """
-    start, matched = torch.full_like(lengths, -1), torch.zeros_like(lengths)
-    for n in range(min(longest, token_ids.shape[1] - 1), shortest - 1, -1):
-        suffix_index = lengths[:, None] + torch.arange(-n, 0, device=lengths.device)
-        suffix = token_ids.gather(1, suffix_index.clamp(min=0))  # [B, n]
-        windows = token_ids.unfold(1, n, 1)  # [B, M - n + 1, n]
-        ends = torch.arange(n, token_ids.shape[1] + 1, device=lengths.device)  # where each window's text goes on
-        match = (windows == suffix[:, None]).all(-1) & (ends < lengths[:, None]) & (lengths[:, None] > n)
-        none = token_ids.shape[1] + 1
-        best = torch.where(match, ends, -1).amax(1) if latest else torch.where(match, ends, none).amin(1)
-        best = best.masked_fill(best == none, -1)
-        matched = torch.where((start < 0) & (best >= 0), n, matched)
-        start = torch.where(start < 0, best, start)
-    return start, matched
+    ends = torch.arange(token_ids.shape[1], device=lengths.device)  # where the text goes on after a window of S tokens
+    windows = F.pad(token_ids[:, :-1], (longest, 0), value=NO_TOKEN).unfold(1, longest, 1)  # [B, M, S]
+    newest = lengths[:, None] + torch.arange(-longest, 0, device=lengths.device)
+    suffix = token_ids.gather(1, newest.clamp(min=0))  # [B, S]
+    equal = (windows == suffix[:, None]) & (ends < lengths[:, None])[..., None]
+    counts = equal.flip(2).cumprod(2).sum(2)  # [B, M] tokens that equal the suffix's, from the window's end back
+    matched = counts.amax(1)
+    matched = matched.where(matched >= shortest, 0)
+    best = (counts == matched[:, None]) & (matched > 0)[:, None]
+    start = torch.where(best, ends, -1).amax(1) if latest else best.int().argmax(1)
+    return start.where(matched > 0, -1), matched

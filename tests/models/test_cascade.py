@@ -1,5 +1,6 @@
 """Cascades: the right drafter in each row, the target's text whatever they draft."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from draftsmith.models.training_free.suffix import Suffix
 
 PROMPTS = ["The smith heats the iron", "def strike(iron):", "A draft is cheap, a draft is cheap, a", "x"]
 PARTS = [("suffix", "medusa"), ("ngram", "eagle3"), ("suffix", "draft_model"), ("suffix", "p_eagle")]
+WITH_CACHES = ["eagle3", "eagle", "mtp", "p_eagle", "dflash", "dspark"]
 every_pair = pytest.mark.parametrize(("first", "second"), PARTS)
 
 
@@ -90,8 +92,8 @@ def test_a_draft_model_reads_what_others_drafted(cascade: Cascade, tiny_target: 
     assert found.tolist() == cascade.trained.propose(fresh.state, Chain(4)).tokens.tolist()
 
 
-@pytest.mark.parametrize(("first", "second"), PARTS[:1])
-def test_a_trained_drafter_without_a_cache_is_asked_where_needed(
+@pytest.mark.parametrize(("first", "second"), PARTS[:2])
+def test_a_trained_drafter_is_asked_where_needed(
     cascade: Cascade, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = BatchEngine(tiny_target, cascade, GenerationSettings(shape=Chain(3)), 1, 128)
@@ -102,6 +104,38 @@ def test_a_trained_drafter_without_a_cache_is_asked_where_needed(
     engine.state.token_ids[0, 9] = 1
     with pytest.raises(TypeError):
         cascade.propose(engine.state, Chain(3))
+
+
+@pytest.mark.parametrize(("first", "second"), [("suffix", kind) for kind in WITH_CACHES])
+def test_rounds_without_it_change_nothing_of_its_drafts(
+    cascade: Cascade, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drafted in each round is the same whether it drafts in all of them or only reads in some."""
+    (plain,) = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target)).generate(PROMPTS[:1], 40).token_ids
+    prompt = tiny_target.encode(PROMPTS[0])
+    settings = GenerationSettings(shape=Chain(3), stop_at_eos=False)
+    asked: list[int] = []
+    propose = type(cascade.trained).propose
+    monkeypatch.setattr(type(cascade.trained), "propose", lambda *args: (asked.append(0), propose(*args))[1])
+
+    def drafts(in_all_rounds: bool) -> list[list[int]]:
+        cascade.forget()
+        cascade.remember(prompt + plain[:10] + plain[20:30])
+        engine = BatchEngine(tiny_target, cascade, settings, 1, 128)
+        admit(engine, [0], [prompt])
+        found = []
+        for _ in range(12):
+            if in_all_rounds:
+                cascade.trained.propose(replace(engine.state, own_drafts=False), settings.shape)
+            draft = engine.draft()
+            found.append(draft.tokens[0].tolist())
+            engine.verify(draft)
+        return found
+
+    expected = drafts(in_all_rounds=True)
+    asked.clear()
+    assert drafts(in_all_rounds=False) == expected
+    assert 0 < len(asked) < len(expected)
 
 
 @pytest.mark.parametrize(("first", "second"), PARTS[:1])
