@@ -398,7 +398,7 @@ def resolve_settings(
     shape = drafter.own_shape(shape.depth) if isinstance(shape, Chain) else shape
     if schedule and not isinstance(shape, Chain):
         raise UserError(f"schedule: {drafter.kind} drafts no chains; leave it out and set draft_length")
-    if isinstance(schedule, Confident) and not drafter.can_sample:
+    if isinstance(schedule, Confident) and not drafter.knows_confidence:
         raise UserError(f"confident schedule: {drafter.kind} has no probabilities; leave it out and set draft_length")
     mode = resolve_mode(verification_mode, sampling, drafter, shape)
     if bool(synthetic_rates) != (mode == "synthetic"):

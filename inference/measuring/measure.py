@@ -87,7 +87,7 @@ class MeasureSettings:
         """Return whether a drafter can make drafts that are so long, branch where they do, and tell how sure it is."""
         if isinstance(self.draft, Tree) and not drafter.can_branch:
             return False
-        if isinstance(self.draft, Confident) and not drafter.can_sample:
+        if isinstance(self.draft, Confident) and not drafter.knows_confidence:
             return False
         return drafter.max_draft_length is None or self.draft_length <= drafter.max_draft_length
 

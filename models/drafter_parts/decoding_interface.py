@@ -29,6 +29,11 @@ class DecodingDrafter:
     attends_to_text: bool = False  # by layers that learnt it from the texts of its training alone
     looks_up_first: ClassVar[bool] = False  # asks what is trained only in rows where it looks up nothing
 
+    @property
+    def knows_confidence(self) -> bool:
+        """Whether it can tell how sure it is of its drafts, so that a chain may end by that."""
+        return self.can_sample
+
     def own_shape(self, draft_length: int) -> Shape:
         """Return the shape of its drafts where chains of this length are asked for."""
         return Chain(draft_length)

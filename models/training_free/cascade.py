@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.models.drafter_configs import CascadeConfig
 from draftsmith.models.drafter_parts.base import Drafter
-from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, chain, lookup_chain
+from draftsmith.models.drafter_parts.drafts import NO_TOKEN, DecodingState, Draft, lookup_chain
 from draftsmith.models.errors import UserError
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.sampling.trees import Shape
@@ -42,6 +43,11 @@ class Cascade(Drafter):
         self.trained_for, self.prefills_from_tokens = trained.trained_for, trained.prefills_from_tokens
         self.trained_length, self.attends_to_text = trained.trained_length, trained.attends_to_text
 
+    @property
+    def knows_confidence(self) -> bool:
+        """Whether the trained drafter does: what is looked up does not end by it."""
+        return self.trained.knows_confidence
+
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Any:
         return self.trained.new_cache(num_rows, num_slots, shape)
 
@@ -66,8 +72,9 @@ class Cascade(Drafter):
             self.trained.read_last_pass(state, int(state.newest_column.max()) + 1)
             return lookup_chain(tokens)
         draft = self.trained.propose(replace(state, own_drafts=False), shape)
-        width = draft.tokens.shape[1]
-        return chain(torch.where(looked_up[:, None], tokens[:, :width], draft.tokens))
+        missing = tokens.shape[1] - draft.tokens.shape[1]  # where it ended its chains
+        drafted = F.pad(draft.tokens, (0, missing), value=NO_TOKEN) if missing else draft.tokens
+        return lookup_chain(torch.where(looked_up[:, None], tokens, drafted))
 
     def trainable(self) -> bool:
         """Return False: its trained part is trained by itself."""

@@ -11,7 +11,7 @@ from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.batch_engine import BatchEngine, GenerationSettings
 from draftsmith.inference.decoding.decoder import resolve_settings
 from draftsmith.inference.decoding.generation import Generation
-from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.decoding.schedule import Confident, Schedule
 from draftsmith.models import Target, load_drafter, save_drafter
 from draftsmith.models.drafter_parts.drafts import NO_TOKEN
 from draftsmith.models.errors import UserError
@@ -136,6 +136,32 @@ def test_rounds_without_it_change_nothing_of_its_drafts(
     asked.clear()
     assert drafts(in_all_rounds=False) == expected
     assert 0 < len(asked) < len(expected)
+
+
+@every_pair
+def test_what_is_drafted_ends_by_confidence_and_what_is_looked_up_does_not(
+    cascade: Cascade, tiny_target: Target
+) -> None:
+    """No random drafter is sure of more than its first token."""
+    prompts = [[9, 5, 6, 7, 8, 4, 5, 6, 7], [1, 2, 3]]
+    settings = resolve_settings(cascade, Sampling(), 8, Confident(3, 0.9))
+    engine = BatchEngine(tiny_target, cascade, settings, 2, 128)
+    admit(engine, [0, 1], prompts)
+    engine.state.token_ids[[0, 1], engine.state.lengths - 1] = torch.tensor([8, 8])
+    looked_up, drafted = engine.draft().tokens.tolist()
+    assert looked_up == [4, 5, 6]
+    assert drafted[0] != NO_TOKEN
+    assert drafted[1:] == [NO_TOKEN, NO_TOKEN]
+    plain = SpeculativeDecoder(tiny_target, load_drafter("none", tiny_target))
+    decoder = SpeculativeDecoder(tiny_target, cascade)
+    for temperature in (0.0, 0.8):
+        expected = plain.generate(PROMPTS, 24, temperature, seed=3).token_ids
+        assert decoder.generate(PROMPTS, 24, temperature, seed=3, schedule=Confident(3, 0.2)).token_ids == expected
+
+
+def test_lookups_know_no_confidence(tiny_target: Target) -> None:
+    with pytest.raises(UserError, match="confident schedule: ngram has no probabilities"):
+        resolve_settings(load_drafter("ngram", tiny_target), Sampling(), 8, Confident(3, 0.2))
 
 
 @pytest.mark.parametrize(("first", "second"), PARTS[:1])

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.counters import Stats
 from draftsmith.inference.decoding.decoder import OutputStats
-from draftsmith.inference.decoding.schedule import Schedule
+from draftsmith.inference.decoding.schedule import Confident, Schedule
 from draftsmith.inference.measuring.results import Evaluation, LosslessCheck, read_evaluation
 from draftsmith.models import DRAFTERS, Target, load_drafter, save_drafter
 from draftsmith.models.errors import UserError
@@ -237,6 +237,10 @@ def test_schedule_by_batch_size(tmp_path: Path) -> None:
     assert served_result(evaluation) == evaluation.results[1]
     assert schedule_of("eagle3", evaluation) == Schedule(((1, 4), (8, 2), (32, 0)))
     assert schedule_of("medusa", evaluation) is None  # vLLM cannot change the number of heads
+    first, fastest, *others = evaluation.results
+    for draft in ({"tree_nodes": 8}, {"schedule": Confident(4, 0.2)}):  # which no engine makes
+        other = replace(fastest, setting=replace(fastest.setting, **draft))
+        assert served_result(replace(evaluation, results=[first, other, *others])) == first
     larger = write_rows(tmp_path, rows[2:])
     assert schedule_of("eagle3", larger) == Schedule(((1, 2), (32, 0)))  # both engines want the first from 1
     assert schedule_of("eagle3", write_rows(tmp_path, rows[:2])) is None
