@@ -19,6 +19,7 @@ from draftsmith.data.samples.sample import Sample, loss_mask
 from draftsmith.data.samples.samples import Samples
 from draftsmith.inference import SpeculativeDecoder
 from draftsmith.inference.decoding.clock import cpu_threads
+from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.models import DRAFTERS, Drafter, Target, load_drafter
 from draftsmith.models.devices import training_precision
@@ -51,8 +52,9 @@ WEIGHTS = {
 CHECKPOINTS = 2  # a run
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
-COMPARISON = MeasureSettings(max_new_tokens=96, repeats=3)
-COMPARED_LENGTHS = (2, 4)  # tokens drafted a round: on a CPU short drafts are faster, on a GPU longer ones
+COMPARISON = MeasureSettings(max_new_tokens=96, repeats=2)
+# Drafted tokens of a round: on a CPU few are faster, on a GPU more, and no engine ends a chain by confidence.
+COMPARED_DRAFTS = (2, 4, Confident(longest=3, least=0.2))
 TIMED_PROMPTS = 8
 # Bytes of features on the disk, which all drafters read. Where there would be more, the target runs for each drafter.
 MOST_STORED = 4 << 30
@@ -99,7 +101,7 @@ def measure_budget(target: Target, prompts: list[Prompt], kinds: list[str], minu
     checkpoint_prompt = 3 * len(kinds) * per_token * checked_tokens
     compared_tokens = mean_answer(samples, COMPARISON.max_new_tokens) * COMPARISON.repeats
     contenders = 2 * len(kinds) + 2  # each alone and behind n-grams, n-grams, and plain decoding
-    comparison_prompt = len(COMPARED_LENGTHS) * contenders * per_token * compared_tokens
+    comparison_prompt = len(COMPARED_DRAFTS) * contenders * per_token * compared_tokens
     num_prompts = min(len(prompts), num_batches * ANSWERS.batch_size)
     drafters = {kind: new_drafter(RECIPES[f"quickstart_{kind}"](), target) for kind in kinds}
     layers = sorted({layer_id for drafter in drafters.values() for layer_id in drafter.layer_ids})

@@ -33,7 +33,7 @@ from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     CHECKPOINTS,
-    COMPARED_LENGTHS,
+    COMPARED_DRAFTS,
     COMPARISON,
     NUM_HELD_OUT,
     Budget,
@@ -43,6 +43,7 @@ from draftsmith.recipes.quickstart.budget import (
 from draftsmith.recipes.reports.report import build_report
 from draftsmith.recipes.reports.terminal import print_summary
 from draftsmith.recipes.serving.export_command import export
+from draftsmith.recipes.serving.model_card import served_result
 from draftsmith.train import TrainConfig, train
 from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove
 from draftsmith.train.run_folder.run_folder import best_checkpoint
@@ -92,7 +93,7 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
         console.print(f"nothing is exported: vLLM serves none of {', '.join(kinds)}, and n-grams do not pay")
         return
     if served != fastest[0]:
-        note = "" if served.best.pays else ", though it is not shown to pay here"
+        note = "" if served_result(served).pays else ", though it is not shown to pay here"
         console.print(f"vLLM does not serve it, or it does not pay: {served.drafter} is exported in its place{note}")
     if (out / "export").is_dir():
         console.print(f"exported: {out / 'export'}", soft_wrap=True)
@@ -114,19 +115,24 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
     if not all(path.is_file() for path in paths):
         prompts = read_prompt_set(source, target, None, COMPARISON.max_new_tokens)
         options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
-        grid = [replace(COMPARISON, draft=length) for length in COMPARED_LENGTHS]
+        grid = [replace(COMPARISON, draft=draft) for draft in COMPARED_DRAFTS]
         evaluate_side_by_side(target, names, [prompts], grid, out / "comparison", options)
     evaluations = [read_evaluation(path) for path in paths]
     return sorted(evaluations, key=lambda evaluation: evaluation.best.rank_key, reverse=True)
 
 
-def fastest_served(fastest: list[Evaluation]) -> Evaluation | None:
-    """Return the first that vLLM serves, n-grams only where they pay: what costs no training has to bring something."""
-    for evaluation in fastest:
+def fastest_served(evaluations: list[Evaluation]) -> Evaluation | None:
+    """Return the one that vLLM serves fastest, by chains of one length; None where it serves none.
+
+    N-grams come in question only where they pay: what costs no training has to bring something.
+    """
+
+    def comes_in_question(evaluation: Evaluation) -> bool:
         kind = evaluation.drafter_kind
-        if is_served(kind, "vllm") and (kind not in TRAINING_FREE or evaluation.best.pays):
-            return evaluation
-    return None
+        return is_served(kind, "vllm") and (kind not in TRAINING_FREE or served_result(evaluation).pays)
+
+    served = filter(comes_in_question, evaluations)
+    return max(served, key=lambda evaluation: served_result(evaluation).rank_key, default=None)
 
 
 def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) -> TrainConfig:

@@ -62,6 +62,16 @@ def test_what_vllm_does_not_serve_is_not_exported(tmp_path: Path) -> None:
     assert fastest_served([hydra]) is None
 
 
+def test_what_is_fastest_by_confidence_is_not_what_is_served(tmp_path: Path) -> None:
+    """No engine ends chains by it: the drafter is exported whose chains of one length are fastest."""
+    by_confidence = {**result(0.5, 1.0), "speedup": 9.0, "schedule": {"confident": {"longest": 3, "least": 0.2}}}
+    for kind, speedup, more in (("eagle3", 1.1, [by_confidence]), ("medusa", 1.2, [])):
+        write_results(tmp_path / f"{kind}.json", [{**result(0.5, 1.0), "speedup": speedup}, *more], kind, kind)
+    eagle3, medusa = (read_evaluation(tmp_path / f"{kind}.json") for kind in ("eagle3", "medusa"))
+    assert eagle3.best.speed.speedup == 9.0
+    assert fastest_served([eagle3, medusa]) == medusa
+
+
 def test_n_grams_are_exported_where_they_are_fastest_and_pay(tmp_path: Path) -> None:
     """The report said to use them, and EAGLE-3 was exported."""
     eagle3, ngram = measured(tmp_path, "eagle3", 1.1), measured(tmp_path, "ngram", 1.1)
@@ -214,7 +224,7 @@ def small_quickstart(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> No
         "quickstart_config": config,
         "ANSWERS": PrepareSettings(max_new_tokens=4),
         "COMPARISON": MeasureSettings(max_new_tokens=2, repeats=1),
-        "COMPARED_LENGTHS": (4,),  # of several the times would choose, which no two calls measure alike
+        "COMPARED_DRAFTS": (4,),  # of several the times would choose, which no two calls measure alike
         "build_report": lambda out: out / "report.html",
         "print_summary": lambda *_: None,
     }
