@@ -31,7 +31,7 @@ class DecodingDrafter:
 
     @property
     def knows_confidence(self) -> bool:
-        """Whether it can tell how sure it is of its drafts, so that a chain may end by that."""
+        """Return whether the drafter can tell how sure it is of its drafts, so that a chain may end by that."""
         return self.can_sample
 
     def own_shape(self, draft_length: int) -> Shape:

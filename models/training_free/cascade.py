@@ -45,7 +45,7 @@ class Cascade(Drafter):
 
     @property
     def knows_confidence(self) -> bool:
-        """Whether the trained drafter does: what is looked up does not end by it."""
+        """Return whether the trained drafter can tell how sure it is. What is looked up does not end by that."""
         return self.trained.knows_confidence
 
     def new_cache(self, num_rows: int, num_slots: int, shape: Shape) -> Any:

@@ -53,7 +53,7 @@ CHECKPOINTS = 2  # a run
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
 COMPARISON = MeasureSettings(max_new_tokens=96, repeats=2)
-# Drafted tokens of a round: on a CPU few are faster, on a GPU more, and no engine ends a chain by confidence.
+# Drafted tokens of a round: on a CPU few are faster, on a GPU more. vLLM and SGLang end no chain by confidence.
 COMPARED_DRAFTS = (2, 4, Confident(longest=3, least=0.2))
 TIMED_PROMPTS = 8
 # Bytes of features on the disk, which all drafters read. Where there would be more, the target runs for each drafter.

@@ -94,7 +94,8 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
         return
     if served != fastest[0]:
         note = "" if served_result(served).pays else ", though it is not shown to pay here"
-        console.print(f"vLLM does not serve it, or it does not pay: {served.drafter} is exported in its place{note}")
+        reason = "vLLM does not serve it, or another one faster, or it does not pay"
+        console.print(f"{reason}: {served.drafter} is exported in its place{note}")
     if (out / "export").is_dir():
         console.print(f"exported: {out / 'export'}", soft_wrap=True)
         return
@@ -122,16 +123,16 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
 
 
 def fastest_served(evaluations: list[Evaluation]) -> Evaluation | None:
-    """Return the one that vLLM serves fastest, by chains of one length; None where it serves none.
+    """Return the drafter that vLLM serves fastest, with chains of one length; None where it serves none of them.
 
-    N-grams come in question only where they pay: what costs no training has to bring something.
+    N-grams are served only where they pay: what costs no training has to bring something.
     """
 
-    def comes_in_question(evaluation: Evaluation) -> bool:
+    def may_be_served(evaluation: Evaluation) -> bool:
         kind = evaluation.drafter_kind
         return is_served(kind, "vllm") and (kind not in TRAINING_FREE or served_result(evaluation).pays)
 
-    served = filter(comes_in_question, evaluations)
+    served = filter(may_be_served, evaluations)
     return max(served, key=lambda evaluation: served_result(evaluation).rank_key, default=None)
 
 

@@ -41,7 +41,7 @@ DYNAMIC_KINDS = ("eagle", "eagle3", "draft_model")  # whose draft length vLLM ca
 def served_result(evaluation: Evaluation) -> Result:
     """Return the row whose draft length is served: the best greedy one at the smallest batch size, or else of any.
 
-    Engines draft chains of one length, so rows of these go before those of trees and of schedules.
+    An export is served with chains of one length, so rows of these go before those of trees and of schedules.
     """
     smallest = min(result.setting.batch_size for result in evaluation.results)
     results = [result for result in evaluation.results if result.setting.batch_size == smallest]

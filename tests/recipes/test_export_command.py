@@ -238,7 +238,7 @@ def test_schedule_by_batch_size(tmp_path: Path) -> None:
     assert schedule_of("eagle3", evaluation) == Schedule(((1, 4), (8, 2), (32, 0)))
     assert schedule_of("medusa", evaluation) is None  # vLLM cannot change the number of heads
     first, fastest, *others = evaluation.results
-    for draft in ({"tree_nodes": 8}, {"schedule": Confident(4, 0.2)}):  # which no engine makes
+    for draft in ({"tree_nodes": 8}, {"schedule": Confident(4, 0.2)}):  # which no export is served with
         other = replace(fastest, setting=replace(fastest.setting, **draft))
         assert served_result(replace(evaluation, results=[first, other, *others])) == first
     larger = write_rows(tmp_path, rows[2:])

@@ -64,7 +64,7 @@ def test_what_vllm_does_not_serve_is_not_exported(tmp_path: Path) -> None:
 
 
 def test_what_is_fastest_by_confidence_is_not_what_is_served(tmp_path: Path) -> None:
-    """No engine ends chains by it: the drafter is exported whose chains of one length are fastest."""
+    """vLLM ends no chain by it: the drafter is exported whose chains of one length are fastest."""
     by_confidence = {**result(0.5, 1.0), "speedup": 9.0, "schedule": {"confident": {"longest": 3, "least": 0.2}}}
     for kind, speedup, more in (("eagle3", 1.1, [by_confidence]), ("medusa", 1.2, [])):
         write_results(tmp_path / f"{kind}.json", [{**result(0.5, 1.0), "speedup": speedup}, *more], kind, kind)
