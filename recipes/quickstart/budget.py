@@ -32,8 +32,8 @@ from draftsmith.train import TrainConfig
 from draftsmith.train.optimizer import optimizer_of, set_learning_rate
 from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabulary_size
 
-# Shares of the time, by what each part is estimated to take. The first and the last one take about half of that: the
-# timed batch of answers waits for its longest one, and drafters decode faster than the target alone.
+# Shares of the time, by what each part is estimated to take. In the quickstarts that they were set by answers took half
+# of their estimate, and the comparison half of it to all of it: so the shares add up to more than 1.
 PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.30, 0.62, 0.03, 0.30
 # How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
 WEIGHTS = {

@@ -39,9 +39,9 @@ class RunFeatures:
 
     def __init__(self, target: Target, layer_ids: tuple[int, ...]) -> None:
         self.target, self.layer_ids = target, layer_ids
-        # The number of steps whose batches are made before their turn comes, in another thread. On a CPU the steps need
-        # all cores, and once a second thread has computed on them, OpenMP's threads sleep after each operation: the
-        # steps of the quickstart's target took three times as long.
+        # The number of steps whose batches are made before their turn comes, in another thread. On a CPU such a thread
+        # slows every operation, probably since OpenMP lets its threads sleep as soon as it has more than there are
+        # cores: plain decoding by the quickstart's target took three times as long.
         self.steps_ahead = 1 if target.device.type == "cuda" else 0
 
     def __call__(self, micro_batch: MicroBatch, batch: Batch) -> Features:
