@@ -71,7 +71,7 @@ class AutoPlan:
     answers_per_prompt: int  # more than one where there is time for more, and no more prompts
     num_racing: int  # prompts that a score is of
     num_tested: int  # prompts that tell the result
-    num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
+    num_threads: int | None  # of the CPU, that decodes fastest; None on a GPU
     step_seconds: dict[str, float]  # of training, by kind
     stored_layers: list[int] | None  # whose states are stored once for all kinds; None: the target runs in each step
     rung_seconds: float  # of training in each rung of the race
@@ -145,7 +145,7 @@ class Timed:
 
     samples: list[Sample]  # the answers, as they are trained on
     answer_seconds: float  # of the target for an answer, in batches
-    num_threads: int | None  # of the CPU, that plain decoding is fastest with; None on a GPU
+    num_threads: int | None  # of the CPU, that decodes fastest; None on a GPU
     prompt_seconds: float  # of decoding a prompt once, which takes about as long with any drafter
     steps: dict[str, StepTime]  # of training, by kind
 
