@@ -15,6 +15,7 @@ from draftsmith.inference.measuring.results import (
     DomainResult,
     Evaluation,
     Finding,
+    RequestCounts,
     Result,
     read_evaluation,
     write_evaluation,
@@ -160,6 +161,28 @@ def test_a_round_of_each_setting_has_its_own_cost() -> None:
     noisy = replace(short, speed=replace(short.speed, speedup=9.0))
     better = typed_result(0.72, 1.0, length=2)
     assert place_of_best([noisy, better, long]) == 1
+
+
+def test_an_earlier_checkpoint_is_the_best_where_it_is_shown_to_be() -> None:
+    """What is ahead by chance is not preferred to a later checkpoint; what is ahead on nearly all prompts is."""
+
+    def row(rounds: list[int]) -> Result:
+        requests = [RequestCounts(10, 61, count) for count in rounds]
+        made, total = typed_result(0.5, 1.0), sum(rounds)
+        accepted = sum(request.num_tokens - 1 for request in requests) - total
+        counts = replace(made.acceptance, num_rounds=total, num_drafts=total, num_accepted_tokens=accepted)
+        setting = replace(made.setting, num_prompts=len(rounds))
+        return replace(made, setting=setting, acceptance=counts, requests=requests)
+
+    better_by_chance, last = row([20, 40, 30, 29]), row([40, 20, 29, 31])
+    assert better_by_chance.tokens_a_round > last.tokens_a_round
+    assert place_of_best([better_by_chance, last]) == 1
+    better = row([20, 30, 25, 22])
+    assert place_of_best([better, row([30, 40, 36, 31]), row([29, 41, 36, 33])]) == 0
+    assert place_of_best([better, row([30, 40, 36, 31]), row([20, 31, 25, 22])]) == 2
+    assert place_of_best([row([20, 30]), row([30, 40])]) == 1  # two prompts show nothing
+    few = replace(better, requests=better.requests[:2] if better.requests else None)
+    assert place_of_best([few, last]) == 0  # of several processes: the counts of all prompts decide
 
 
 def test_ranks_by_soundness_then_speedup(evaluation: Evaluation) -> None:

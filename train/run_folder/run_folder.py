@@ -162,7 +162,7 @@ def tidy(run: Path, keep: int | None, whole: str | None) -> None:
 
 
 def best_measured(run: Path) -> Path | None:
-    """Return the best checkpoint, which emits the most tokens a round; None where none was measured.
+    """Return the best checkpoint (`place_of_best`); None where none was measured.
 
     Those are compared that were measured as the newest one was. Where nothing was decoded, it is the one with the
     longest acceptance on held-out samples; of equal ones the later.
@@ -204,7 +204,8 @@ def place_of_best(rows: Sequence[Result | JudgedResult]) -> int:
 
     A round of each costs the same, as all have one architecture. They rank by tokens a round over that cost, pooled
     over the rows of one setting, since single times are too noisy. Rows that an engine judged are of one setting, so
-    their cost plays no part. Those with divergences come last, and of equal ones the later is the better.
+    their cost plays no part. Those with divergences come last. Training seldom makes a drafter worse, and a few prompts
+    tell little: a later checkpoint is the better one where the first in rank is not shown to be ahead of it.
     """
 
     def cost(row: Result) -> float:
@@ -218,4 +219,16 @@ def place_of_best(rows: Sequence[Result | JudgedResult]) -> int:
         value = row.tokens_a_round / cost(row) if isinstance(row, Result) else row.acceptance.mean_acceptance_length
         return row.is_sound, value, place
 
-    return max(range(len(rows)), key=key)
+    first = max(range(len(rows)), key=key)
+    return max(place for place in range(first, len(rows)) if place == first or not is_ahead(rows[first], rows[place]))
+
+
+def is_ahead(row: Result | JudgedResult, later: Result | JudgedResult) -> bool:
+    """Return whether a row is ahead of a later one that ranks behind it, and not by chance where that can be told."""
+    if not isinstance(row, Result) or not isinstance(later, Result):
+        return True
+    if row.setting != later.setting or row.is_sound != later.is_sound:
+        return True
+    # several processes share the prompts, of which a row holds the requests of one
+    holds_all = all(len(each.requests or []) == each.setting.num_prompts for each in (row, later))
+    return not holds_all or row.is_shown_to_emit_more(later)
