@@ -28,8 +28,16 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.configs.training_settings import QuickstartSettings
 from draftsmith.recipes.evaluation import comparison
 from draftsmith.recipes.evaluation.comparison import evaluation_paths
+from draftsmith.recipes.quickstart import budget as budgets
 from draftsmith.recipes.quickstart import quickstart
-from draftsmith.recipes.quickstart.budget import WEIGHTS, Budget, load_budget, new_drafter, time_step
+from draftsmith.recipes.quickstart.budget import (
+    WEIGHTS,
+    Budget,
+    fastest_num_threads,
+    load_budget,
+    new_drafter,
+    time_step,
+)
 from draftsmith.recipes.quickstart.quickstart import fastest_served, quickstart_config, ranked
 from draftsmith.train import TrainConfig
 from draftsmith.train.evaluation import evaluate
@@ -96,6 +104,30 @@ def test_a_step_is_timed_in_the_precision_that_it_is_trained_in(make_target_dir:
     recipe.run.precision = "bf16"
     samples = [Sample([5, 6, 7, 8], [Span(1, 4)]) for _ in range(3)]
     assert time_step(recipe, new_drafter(recipe, target).float(), target, samples).loss > 0
+
+
+@pytest.mark.parametrize(("lookup_seconds", "expected"), [({1: 3.0, 2: 2.0}, (2, 1.1)), ({1: 2.05, 2: 2.0}, (1, 1.0))])
+def test_rounds_have_a_say_in_the_number_of_threads(
+    lookup_seconds: dict[int, float],
+    expected: tuple[int, float],
+    tiny_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads are taken where rounds gain more by them than plain steps lose; the time told is of plain steps."""
+
+    class Decoder:
+        def __init__(self, seconds: dict[int, float]) -> None:
+            self.target, self.seconds = tiny_target, seconds
+
+        def generate(self, prompts: list[list[int]], max_new_tokens: int) -> SimpleNamespace:
+            timing = SimpleNamespace(total=2 * self.seconds[torch.get_num_threads()])
+            return SimpleNamespace(token_ids=[[1, 2]], timing=timing)
+
+    monkeypatch.setattr(budgets, "SpeculativeDecoder", lambda *_: Decoder(lookup_seconds))
+    plain: Any = Decoder({1: 1.0, 2: 1.1})
+    with budgets.cpu_threads(2):
+        found, seconds = fastest_num_threads(plain, [Prompt(text="def f"), Prompt(text="x = 1")])
+    assert (found, seconds) == (expected[0], pytest.approx(expected[1]))
 
 
 def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
