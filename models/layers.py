@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from draftsmith.models.errors import require_at_least
+from draftsmith.models.half_weights import DraftingLinear
 
 
 class RMSNorm(nn.RMSNorm):
@@ -52,7 +53,7 @@ class DecodingNorm:
         return torch.mul(x, self.scaled_weight, out=out).div_(length.hypot_(self.floor))
 
 
-class MergedLinear(nn.Linear):
+class MergedLinear(DraftingLinear):
     """Projections of one input as one matrix product; in a checkpoint the rows of each have a name of their own."""
 
     def __init__(self, width: int, parts: dict[str, int]) -> None:
@@ -109,11 +110,6 @@ def made_anew(compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def store_by_columns(linear: nn.Linear) -> None:
-    """Lay out the matrix by columns, so that a CPU multiplies a single row by it fastest; its values stay."""
-    linear.weight.data = linear.weight.data.t().contiguous().t()
-
-
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), the SwiGLU of Llama."""
 
@@ -121,7 +117,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedLinear(width, {"gate_proj": inner, "up_proj": inner})
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.down_proj = DraftingLinear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)

@@ -34,6 +34,7 @@ GROUND = {
         "devices",
         "drafter_configs",
         "errors",
+        "half_weights",
         "kernels",
         "layers",
         "ranges",

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from draftsmith.models.drafter_parts.config_fields import LAYER_FIELDS
 from draftsmith.models.drafter_parts.target_layers import final_norm_weight, layer_weights, why_not_copied
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import GatedMLP, MergedLinear, RMSNorm, checkpoint_tensors, rotate
 from draftsmith.models.target.target import Target
 from draftsmith.models.target.target_files import common_field
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         )
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = MergedLinear(input_width, {"q_proj": query, "k_proj": key, "v_proj": key})
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+        self.o_proj = DraftingLinear(query, config.hidden_size, bias=False)
 
     def project(self, x: Tensor, rotary: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated query, rotated key and value [B, N, T, D] of x [B, T, W] at positions [B or 1, T]."""

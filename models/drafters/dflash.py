@@ -48,6 +48,7 @@ from draftsmith.models.drafter_parts.vocabulary import (
     too_large,
 )
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import (
     RMSNorm,
     checkpoint_tensors,
@@ -98,7 +99,7 @@ class DFlash(Drafter):
         self.first_row = int(config.layout == "fill_in")  # of a block that predicts a token
         self.max_draft_length = self.training_depth = config.block_size - self.first_row
         width, eps = layer_config.hidden_size, layer_config.rms_norm_eps
-        self.fc = nn.Linear(len(self.layer_ids) * target.hidden_size, width, bias=False)
+        self.fc = DraftingLinear(len(self.layer_ids) * target.hidden_size, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.layers = nn.ModuleList([self.new_layer(self.window_of(number)) for number in range(config.num_layers)])
         self.rotary = LlamaRotaryEmbedding(layer_config)
@@ -106,7 +107,7 @@ class DFlash(Drafter):
         self.lm_head: nn.Linear | None = None  # with the whole vocabulary the target's own, frozen and not stored
         self.drafts_by_target_head = vocab == target.vocab_size
         if vocab < target.vocab_size:
-            self.lm_head = nn.Linear(width, vocab, bias=False)
+            self.lm_head = DraftingLinear(width, vocab, bias=False)
             add_map(self, vocab, target.vocab_size)
 
     def new_layer(self, window: int | None) -> BlockLayer:

@@ -14,6 +14,7 @@ from draftsmith.models.block_parts.slot_correctors import DominoCorrector, Prefi
 from draftsmith.models.drafter_configs import DominoConfig
 from draftsmith.models.drafters.dflash import DFlash
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.target.target import Features, Target
 
@@ -29,9 +30,9 @@ class Domino(DFlash):
         width = layer_config.hidden_size
         self.prefix_gru = PrefixGRU(width, config.memory_size)
         self.embed_proj = nn.Sequential(
-            nn.Linear(width + config.memory_size, config.code_size, bias=False),
+            DraftingLinear(width + config.memory_size, config.code_size, bias=False),
             nn.SiLU(),
-            nn.Linear(config.code_size, self.config.draft_vocab_size, bias=False),
+            DraftingLinear(config.code_size, self.config.draft_vocab_size, bias=False),
         )
 
     def start_own_parts(self) -> None:

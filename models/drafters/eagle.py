@@ -37,8 +37,8 @@ from draftsmith.models.eagle_parts.eagle_layer import (
     UnrolledLayer,
     Unrolling,
     drafting_slots,
-    store_for_decoding,
 )
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import checkpoint_tensors
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.sampling.trees import Shape
@@ -58,7 +58,7 @@ class Eagle(Drafter):
         super().__init__(replace(config, intermediate_size=layer_config.intermediate_size))
         self.layer_config, self.target, self.training_depth = layer_config, target, config.unroll_steps
         width = target.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        self.fc = DraftingLinear(2 * width, width, bias=config.bias)
         self.layers = nn.ModuleList([DecoderLayer(layer_config, width)])
         self.rotary = LlamaRotaryEmbedding(layer_config)
 
@@ -170,11 +170,10 @@ class Eagle1Cache(EagleCache):
 
     def __init__(self, drafter: Eagle, num_rows: int, num_slots: int, shape: Shape) -> None:
         super().__init__(drafter.layer, drafter.target.embedding, drafter.rotary, num_rows, num_slots, shape)
-        store_for_decoding(drafter.fc)
-        self.fc, self.bias, self.target_logits = drafter.fc.weight, drafter.fc.bias, drafter.target.logits
+        self.fc, self.target_logits = drafter.fc, drafter.target.logits
 
     def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.linear(torch.cat([read, hidden], -1), self.fc, self.bias)
+        x = self.fc(torch.cat([read, hidden], -1))
         return x, x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -42,10 +42,10 @@ from draftsmith.models.eagle_parts.eagle_layer import (
     Unrolling,
     decoding_norm,
     drafting_slots,
-    store_for_decoding,
 )
 from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import RMSNorm, as_computed
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.losses.divergences import Divergence
@@ -104,12 +104,12 @@ class Eagle3(Drafter):
             self.fc_norm = nn.ModuleList([RMSNorm(target.hidden_size, eps) for _ in self.layer_ids])
         elif config.feature_norm == "all":
             self.input_norm = RMSNorm(num_states * target.hidden_size, eps)
-        self.fc = nn.Linear(num_states * target.hidden_size, width, bias=False)
+        self.fc = DraftingLinear(num_states * target.hidden_size, width, bias=False)
         self.layers = nn.ModuleList(
             [Layer(layer_config), *(DeeperLayer(layer_config) for _ in range(config.num_layers - 1))]
         )
         self.norm = RMSNorm(width, eps)
-        self.lm_head = nn.Linear(width, vocab, bias=False)
+        self.lm_head = DraftingLinear(width, vocab, bias=False)
         self.rotary = LlamaRotaryEmbedding(layer_config)
         if vocab < target.vocab_size:
             add_map(self, vocab, target.vocab_size)
@@ -305,17 +305,16 @@ class Eagle3Cache(EagleCache):
         self.norm_before_residual, self.norm_output = drafter.config.norm_before_residual, drafter.config.norm_output
         self.ids = with_no_token(drafter.draft_to_target())
         self.input_norms = decoding_norm(layer.input_layernorm, layer.hidden_norm)
-        store_for_decoding(drafter.fc, drafter.lm_head)
         norms = drafter.state_norms
         self.state_norm, self.num_norms = decoding_norm(*norms) if norms else None, len(norms)
-        self.fc = drafter.fc.weight
-        self.final_norm, self.head = decoding_norm(drafter.norm), drafter.lm_head.weight
+        self.fc, self.lm_head = drafter.fc, drafter.lm_head
+        self.final_norm, self.head = decoding_norm(drafter.norm), drafter.lm_head.for_drafting()
 
     def fuse(self, states: Tensor) -> Tensor:
         """Do what `Eagle3.fuse` does, with states [B, T, A * Ht]."""
         if self.state_norm is not None:
             states = self.state_norm(states.unflatten(-1, (self.num_norms, -1))).flatten(-2)
-        return F.linear(states, self.fc)
+        return self.fc(states)
 
     def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return read.flatten(2), read[:, :, 1] if self.norm_before_residual else hidden
@@ -327,7 +326,7 @@ class Eagle3Cache(EagleCache):
     def logits(self, hidden: Tensor) -> Tensor:
         norm = None if self.norm_output else self.final_norm
         if self.steps is None:
-            return F.linear(hidden if norm is None else norm(hidden), self.head)
-        logits = hidden.new_empty(*hidden.shape[:2], len(self.head))
-        self.steps.product(hidden.flatten(0, 1), self.head.t(), logits.flatten(0, 1), norm)
+            return self.lm_head(hidden if norm is None else norm(hidden))
+        logits = hidden.new_empty(*hidden.shape[:2], self.lm_head.out_features)
+        self.steps.product(hidden.flatten(0, 1), self.head, logits.flatten(0, 1), norm)
         return logits

@@ -24,6 +24,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import DrafterCache, grow
 from draftsmith.models.drafter_parts.vocabulary import copy_head
 from draftsmith.models.drafters.medusa import ResidualBlocks
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import gather_columns, rotary_table, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
@@ -37,8 +38,8 @@ class HydraBlocks(nn.Module):
 
     def __init__(self, width: int, num_inputs: int, num_layers: int) -> None:
         super().__init__()
-        self.residual = nn.Linear(num_inputs * width, width)
-        self.inner = nn.Linear(num_inputs * width, width)
+        self.residual = DraftingLinear(num_inputs * width, width)
+        self.inner = DraftingLinear(num_inputs * width, width)
         self.rest = ResidualBlocks(width, num_layers - 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class Hydra(Drafter):
         self.max_draft_length = self.training_depth = config.num_heads
         width, heads = target.hidden_size, range(config.num_heads)
         self.blocks = nn.ModuleList([HydraBlocks(width, i + 2, config.num_layers) for i in heads])
-        self.lm_heads = nn.ModuleList([nn.Linear(width, target.vocab_size, bias=False) for _ in heads])
+        self.lm_heads = nn.ModuleList([DraftingLinear(width, target.vocab_size, bias=False) for _ in heads])
         self.prefix: DeeperLayer | None = None
         self.attends_to_text = config.prefix_layer
         if config.prefix_layer:

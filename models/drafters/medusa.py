@@ -21,6 +21,7 @@ from draftsmith.models.drafter_parts.drafts import DecodingState, Draft, in_targ
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.drafter_parts.vocabulary import copy_head, highest_ranked, too_large
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import (
     ChainLoss,
@@ -41,7 +42,7 @@ class ResidualBlocks(nn.Module):
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(num_layers)])
+        self.layers = nn.ModuleList([DraftingLinear(width, width) for _ in range(num_layers)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -65,7 +66,7 @@ class Medusa(Drafter):
         self.max_draft_length = self.training_depth = config.num_heads
         self.blocks = nn.ModuleList([ResidualBlocks(width, config.num_layers) for _ in range(config.num_heads)])
         num_matrices = config.num_heads if config.output == "own" else 1
-        self.lm_heads = nn.ModuleList([nn.Linear(width, vocab, bias=False) for _ in range(num_matrices)])
+        self.lm_heads = nn.ModuleList([DraftingLinear(width, vocab, bias=False) for _ in range(num_matrices)])
         self.lm_heads.requires_grad_(config.output != "target")
         self.register_buffer("token_map", torch.arange(vocab) if vocab < target.vocab_size else None)
         if self.config.changes_target:

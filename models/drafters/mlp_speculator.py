@@ -21,6 +21,7 @@ from draftsmith.models.drafter_parts.checkpoint_interface import check_same_shap
 from draftsmith.models.drafter_parts.drafts import DecodingState, Draft
 from draftsmith.models.drafter_parts.tree_drafting import grow
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.layers import gather_columns, shift_left
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, marked_rows, teacher_rows
 from draftsmith.models.sampling.trees import Shape
@@ -61,9 +62,9 @@ class MLPSpeculator(Drafter):
         own = range(1 if config.tie_weights else count)
         projections = range(min(count, 2) if config.tie_weights else count)
         self.emb = stages(*(nn.Embedding(vocab, inner) for _ in own))
-        self.proj = stages(*(nn.Linear(inner if i else width, inner, bias=False) for i in projections))
+        self.proj = stages(*(DraftingLinear(inner if i else width, inner, bias=False) for i in projections))
         self.ln = stages(*(ShiftedNorm(inner) for _ in own))
-        self.head = stages(*(nn.Linear(inner, vocab, bias=False) for _ in own))
+        self.head = stages(*(DraftingLinear(inner, vocab, bias=False) for _ in own))
         # with these weights half of the last state comes from the first state, if all parts are of one size
         self.state_weight = 0.5 ** (0.5 / count)
         self.embedding_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)

@@ -28,6 +28,7 @@ from draftsmith.models.drafter_parts.target_layers import layer_tensors
 from draftsmith.models.eagle_parts.eagle_layer import FeatureCache, drafting_slots
 from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots, UnrolledSteps
 from draftsmith.models.errors import UserError
+from draftsmith.models.half_weights import DraftingLinear
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth
 from draftsmith.models.mtp_heads.mtp_layouts import from_layout, head_layout, num_heads, to_layout, together
 from draftsmith.models.mtp_heads.mtp_stitching import as_in_files, write_with_head
@@ -59,7 +60,7 @@ class Mtp(Drafter):
         self.token_norm, self.state_norm, self.last_norm = (
             type(stock.norm)(width, eps=layer_config.rms_norm_eps) for _ in range(3)
         )
-        self.fuse = nn.Linear(2 * width, width, bias=False)
+        self.fuse = DraftingLinear(2 * width, width, bias=False)
         self.layer = type(stock.layers[0])(layer_config, 0)
 
     # --- built for a target

@@ -21,7 +21,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.batch import Batch, send
@@ -32,7 +31,7 @@ from draftsmith.models.eagle_parts.unrolled_attention import DraftingSlots, KeyV
 from draftsmith.models.fused.fused_layers import steps_on
 from draftsmith.models.fused.layer_steps import Beside
 from draftsmith.models.kernels import runs_kernels
-from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_angles, rotary_table, store_by_columns
+from draftsmith.models.layers import DecodingNorm, gather_columns, rotary_angles, rotary_table
 from draftsmith.models.losses.chain_loss import ChainLoss
 from draftsmith.models.sampling.trees import Shape
 from draftsmith.models.slots.attention import slot_attention
@@ -269,10 +268,9 @@ class EagleCache(FeatureCache):
         if self.steps is not None:
             self.kv.reserve(0, attention.num_kv_heads, (attention.head_dim, attention.head_dim), like=weight)
             self.kv.angles = rotary_angles(rotary, self.kv.num_slots, weight.device)
-        store_for_decoding(attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        self.qkv, self.output = attention.qkv_proj.weight.t(), attention.o_proj.weight.t()
+        self.qkv, self.output = attention.qkv_proj.for_drafting(), attention.o_proj.for_drafting()
         self.mlp_norm = decoding_norm(layer.post_attention_layernorm)
-        self.gate_up, self.down = mlp.gate_up_proj.weight.t(), mlp.down_proj.weight.t()
+        self.gate_up, self.down = mlp.gate_up_proj.for_drafting(), mlp.down_proj.for_drafting()
 
     @abstractmethod
     def enter(self, read: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,9 +314,7 @@ class EagleCache(FeatureCache):
             return self._finish_in_steps(self.steps, query, residual)
         mask = window.mask(self.kv.num_slots)
         attended, _ = slot_attention(self.layer, query, self.keys, self.values, mask)
-        hidden = residual + attended.flatten(2) @ self.output
-        gate, up = (self.mlp_norm(hidden) @ self.gate_up).chunk(2, -1)
-        hidden = hidden + F.silu(gate, inplace=True).mul_(up) @ self.down
+        hidden = self.layer.finish(residual, attended)
         for number, layer in enumerate(self.deeper, 1):
             query, key, value = layer.project(hidden, self.rotary, window.positions)
             keys, values = self.kv.update(key, value, number)
@@ -344,7 +340,7 @@ class EagleCache(FeatureCache):
     def _finish_in_steps(self, steps: ModuleType, query: Tensor, residual: Tensor) -> Tensor:
         attended = steps.attend(query, self.keys, self.values, self.mask, query.shape[-1] ** -0.5, None)
         x = residual.flatten(0, 1)  # a view, to which both halves of the layer are added
-        inner = x.new_empty(len(x), len(self.down))
+        inner = x.new_empty(len(x), self.layer.mlp.down_proj.in_features)
         steps.product(attended.reshape(len(x), -1), self.output, x, ending="add")
         steps.product(x, self.gate_up, inner, self.mlp_norm, ending="gate")
         steps.product(inner, self.down, x, ending="add")
@@ -366,13 +362,6 @@ class EagleCache(FeatureCache):
         slots = state.lengths[:, None] - 2
         window = Window(slots, slots, slots[:, 0])
         return self.finish(query[rows, :, newest][:, :, None], residual[rows, newest][:, None], window)
-
-
-def store_for_decoding(*linears: nn.Linear) -> None:
-    """Lay out the matrices as a CPU multiplies a single row by them fastest; on a GPU leave them."""
-    for linear in linears:
-        if not runs_kernels(linear.weight.device):
-            store_by_columns(linear)
 
 
 def decoding_norm(*norms: nn.RMSNorm) -> DecodingNorm:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.models.fused import layer_steps
+from draftsmith.models.half_weights import Matrix, in_half
 from draftsmith.models.kernels import runs_kernels
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.cache import SlotCache
@@ -30,8 +31,11 @@ FAMILIES = (*DENSE_FAMILIES, "mixtral", "qwen3_moe")
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")  # kinds whose angles do not depend on the text's length
 
 
-def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
-    """Return a fused decoder over the weights of a model that stays where it is; None for a model of another shape."""
+def fuse(model: PreTrainedModel, frozen: bool = False) -> "FusedDecoder | None":
+    """Return a fused decoder over the weights of a model that stays where it is; None for a model of another shape.
+
+    `frozen`: they will not change, so that a CPU may read them in fp16 where that holds their values.
+    """
     config = model.config
     base: Any = model.base_model
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
@@ -44,7 +48,7 @@ def fuse(model: PreTrainedModel) -> "FusedDecoder | None":
     ends += [layer.mlp.down_proj for layer in base.layers if not is_mixture(layer.mlp)]
     products = [module for module in base.layers.modules() if isinstance(module, nn.Linear)]
     is_plain = all(type(product) is nn.Linear for product in products)  # BitNet's round what they multiply
-    return FusedDecoder(model) if is_plain and all(end.bias is None for end in ends) else None
+    return FusedDecoder(model, frozen) if is_plain and all(end.bias is None for end in ends) else None
 
 
 def is_mixture(mlp: Any) -> bool:
@@ -65,7 +69,7 @@ class FusedDecoder:
     """The base model of a Llama-shaped causal language model, decoding on a slot cache."""
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, frozen: bool = False) -> None:
         base: Any = model.base_model
         self.steps = steps_on(model.device)
         self.context: int = model.config.max_position_embeddings
@@ -74,6 +78,9 @@ class FusedDecoder:
         self._angles = self.embedding.new_empty(0)
         self.layers = [FusedLayer(layer) for layer in base.layers]
         self.norm = DecodingNorm(base.norm.weight, base.norm.variance_epsilon)
+        if frozen:
+            for layer in self.layers:
+                layer.read_in_half()
 
     @torch.no_grad()
     def run(
@@ -144,11 +151,18 @@ class FusedLayer:
         self.sliding_window: int | None = getattr(owner, "sliding_window", None)
 
         self.attention_norm = DecodingNorm(layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-        self.qkv, self.qkv_bias = merge(projections)  # [H, (Hq + 2 * Hkv) * D]
+        qkv, self.qkv_bias = merge(projections)
+        self.qkv: Matrix = qkv  # [H, (Hq + 2 * Hkv) * D]
         self.head_norm = _head_norm(attention, *self.widths[:2]) if hasattr(attention, "q_norm") else None
-        self.attention_out, _ = merge([attention.o_proj])  # [Hq * D, H]
+        self.attention_out: Matrix = merge([attention.o_proj])[0]  # [Hq * D, H]
         norm = DecodingNorm(layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon)
         self.mlp = FusedExperts(mlp, norm) if is_mixture(mlp) else FusedMlp(mlp, norm)
+
+    def read_in_half(self) -> None:
+        """Read the weights in fp16 from now on, where that holds their values."""
+        self.qkv, self.attention_out = in_half(self.qkv), in_half(self.attention_out)
+        if isinstance(self.mlp, FusedMlp):
+            self.mlp.gate_up, self.mlp.out = in_half(self.mlp.gate_up), in_half(self.mlp.out)
 
     def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers, cache: SlotCache) -> None:
         """Add the layer's output to the residual stream x [N, H] in place."""
@@ -173,9 +187,10 @@ class FusedMlp:
 
     def __init__(self, mlp: Any, norm: DecodingNorm) -> None:
         self.norm = norm
-        self.gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])  # [H, 2 * I]
-        self.out, _ = merge([mlp.down_proj])  # [I, H]
-        self.width = len(self.out)
+        gate_up, self.gate_up_bias = merge([mlp.gate_proj, mlp.up_proj])
+        self.gate_up: Matrix = gate_up  # [H, 2 * I]
+        self.out: Matrix = merge([mlp.down_proj])[0]  # [I, H]
+        self.width: int = mlp.down_proj.in_features
 
     def run(self, x: Tensor, steps: ModuleType, buffers: PassBuffers) -> None:
         """Add the output to the residual stream x [N, H] in place."""

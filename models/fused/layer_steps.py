@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from draftsmith.models.half_weights import Matrix, multiply
 from draftsmith.models.layers import DecodingNorm
 from draftsmith.models.slots.attention import last_seen
 from draftsmith.models.slots.cache import SlotCache
@@ -81,7 +82,7 @@ def rms_norm(x: Tensor, norm: DecodingNorm, out: Tensor) -> None:
 
 def product(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     out: Tensor,
     norm: DecodingNorm | None = None,
     bias: Tensor | None = None,
@@ -95,17 +96,15 @@ def product(
     x = x if norm is None else norm(x)
     if ending == "add":
         assert bias is None
-        out.addmm_(x, weight)
+        if isinstance(weight, Tensor):
+            out.addmm_(x, weight)
+        else:
+            out.add_(weight(x))
     elif ending == "write":
         multiply(x, weight, bias, out)
     else:
         gate, up = multiply(x, weight, bias).chunk(2, 1)
         torch.mul(nn.functional.silu(gate, inplace=True), up, out=out)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return the product of x [N, H] and weight [H, O], plus the bias [O] if there is one, in `out` if it is given."""
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def experts(x: Tensor, normed: Tensor, mixture: nn.Module) -> None:

@@ -3,6 +3,9 @@
 Shapes: H hidden width, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -35,7 +38,7 @@ def times_factor(logits: Tensor, config: PretrainedConfig) -> Tensor:
 class ScaledHead(nn.Module):
     """The head of a model with its family's scaling."""
 
-    def __init__(self, head: nn.Module, config: PretrainedConfig) -> None:
+    def __init__(self, head: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
         super().__init__()
         self.head, self.config = head, config
 
@@ -46,5 +49,9 @@ class ScaledHead(nn.Module):
 
 def scaled_head(model: PreTrainedModel) -> nn.Module:
     """Return the module that makes a model's logits of its last hidden states: its head, where nothing is scaled."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    return cast(nn.Module, with_scaling(model.get_output_embeddings(), model.config.get_text_config()))
+
+
+def with_scaling(head: Callable[[Tensor], Tensor], config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
+    """Return a head with the scaling of its family: itself, where nothing is scaled."""
     return ScaledHead(head, config) if any(getattr(config, name, None) for name in FACTORS) else head

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, H hidden width, V vocabulary, A number of layers asked
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,7 @@ from draftsmith.models.batch import Batch
 from draftsmith.models.devices import pick_device, pick_dtype
 from draftsmith.models.errors import UserError, library_errors, shown, whole_number
 from draftsmith.models.fused.fused_layers import fuse
+from draftsmith.models.half_weights import frozen_product
 from draftsmith.models.layers import gather_columns
 from draftsmith.models.slots.cache import SlotCache
 from draftsmith.models.slots.forward import context_of, run_causal, run_on_slots
@@ -37,7 +38,7 @@ from draftsmith.models.target.loading import (
     whole_of,
 )
 from draftsmith.models.target.pieces import load_by_first, processes_of_pieces, put_in_pieces, sent
-from draftsmith.models.target.scaled_head import scaled_head
+from draftsmith.models.target.scaled_head import scaled_head, with_scaling
 from draftsmith.models.target.support import carries_states, check_decodes_exactly, check_trained, read_decoded
 from draftsmith.models.target.target_files import (
     read_config,
@@ -127,6 +128,7 @@ class Target:
         self.text_config = (full.config if full else model.config).get_text_config()
         self.head_module: nn.Module = model.get_output_embeddings()
         self.head = scaled_head(model)  # what makes logits: the same module where nothing is scaled
+        self.decoding_head: Callable[[Tensor], Tensor] = self.head
         self.embedding: nn.Module = model.get_input_embeddings()
         self._lock = threading.RLock()
         self._full = full
@@ -141,7 +143,10 @@ class Target:
             self.decoder_layers = find_decoder_layers(model)
             keep_latents(model)
             replace_rules(model)
-            self.fused_decoder = fuse(model) if fuse_layers else None  # what `run` takes instead of stock modelling
+            # What `run` and `logits` take instead of stock modelling.
+            self.fused_decoder = fuse(model, frozen=True) if fuse_layers else None
+            if self.fused_decoder is not None:
+                self.decoding_head = with_scaling(frozen_product(self.head_module), self.text_config)
             if decodes and model.device.type != "meta":
                 check_decodes_exactly(model, self.fused_decoder, self._last_hidden, self.logits)
 
@@ -299,7 +304,7 @@ class Target:
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """Return the target's head with its family's scaling: [..., H] -> [..., V]."""
-        return cast(Tensor, self.head(last_hidden))
+        return self.decoding_head(last_hidden)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabular
 
 # Shares of the time, by what each part is estimated to take. In the quickstarts that they were set by answers took half
 # of their estimate, and the comparison half of it to all of it: so the shares add up to more than 1.
-PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.30, 0.62, 0.03, 0.30
+PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.30, 0.68, 0.03, 0.30
 # How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
 WEIGHTS = {
     "eagle3": 5,
@@ -45,17 +45,17 @@ WEIGHTS = {
     "dspark": 5,
     "domino": 5,
     "mtp": 5,
-    "hydra": 4,
-    "mlp_speculator": 4,
-    "medusa": 3,
+    "hydra": 2,
+    "mlp_speculator": 2,
+    "medusa": 2,
     "draft_model": 1,
 }
 CHECKPOINTS = 2  # a run
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
 ANSWERS = PrepareSettings(max_new_tokens=128, batch_size=64)  # the training text
 COMPARISON = MeasureSettings(max_new_tokens=96, repeats=2)
-# Drafted tokens of a round: on a CPU few are faster, on a GPU more. vLLM and SGLang end no chain by confidence.
-COMPARED_DRAFTS = (2, 4, Confident(longest=3, least=0.2))
+# Drafted tokens of a round. vLLM and SGLang end no chain by confidence, and Hydra has four heads.
+COMPARED_DRAFTS = (4, Confident(longest=6, least=0.2))
 TIMED_PROMPTS = 8
 # Bytes of features on the disk, which all drafters read. Where there would be more, the target runs for each drafter.
 MOST_STORED = 4 << 30

@@ -38,9 +38,14 @@ def untrained(kind: str, target: Target, **fields: Any) -> Drafter:
 def build(kind: str, target: Target, **fields: Any) -> Drafter:
     """Neither trained nor as new: noise in the weights lets nothing vanish or agree by accident."""
     drafter = untrained(kind, target, **fields)
-    for parameter in drafter.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
+    add_noise(drafter, 0.05)
     return drafter
+
+
+def add_noise(drafter: Drafter, size: float) -> None:
+    """The weights become some that fp16 holds, as which a CPU reads them in drafting."""
+    for parameter in drafter.parameters():
+        parameter.data = (parameter.data + size * torch.randn_like(parameter)).half().to(parameter)
 
 
 def loss_of(drafter: Drafter, batch: Batch, target: Target) -> LossSums:
@@ -118,8 +123,7 @@ def noisy(kind: str, target: Target, **fields: Any) -> Drafter:
     torch.manual_seed(0)
     drafter_class = DRAFTERS[kind]
     drafter = drafter_class.from_target(drafter_class.config_class(kind=kind, **fields), target)
-    for parameter in drafter.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    add_noise(drafter, 0.1)
     return drafter
 
 
