@@ -29,6 +29,8 @@ class HalfWeight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [..., O] of x [..., H], without a gradient."""
+        if x.dim() == 1:  # which the operator refuses
+            return self(x[None])[0]
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
 
 

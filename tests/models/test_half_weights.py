@@ -35,6 +35,8 @@ def test_takes_rows_that_do_not_lie_one_behind_another() -> None:
     weight = HalfWeight(bf16_values(16, 8))
     x = torch.randn(3, 16, 5).transpose(1, 2)
     torch.testing.assert_close(weight(x), torch.stack([weight(row.contiguous()) for row in x]))
+    torch.testing.assert_close(weight(x[0, 0]), weight(x[:, 0])[0])
+    assert weight(x[:0]).shape == (0, 5, 8)
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-12, 1e5, float("nan"), float("inf"), 3e-4 * (1 + 2**-12)])
