@@ -2,8 +2,8 @@
 
 Decoding multiplies a few tokens by every weight of a model. On a CPU that takes as long as reading the weights, and
 fp16 is half as much to read. torch on x86 comes with products that read fp16 and multiply and add in fp32 (FBGEMM).
-With its ordinary ones, a pass over five tokens takes up to twice as long as one over a single token; with these it
-takes little longer.
+With its ordinary ones, a pass over three to eight tokens took up to 1.6 times as long as one over a single token; with
+these it takes little longer (benchmarks/half_weights.py).
 
 A target's weights take this form where it holds their values, so that its answers stay its own. Those of a drafter may
 be rounded, since the target checks what is drafted.
@@ -100,7 +100,10 @@ class DraftingLinear(nn.Linear):
         return self.weight.t()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product [..., O] of x [..., H], plus the bias; in inference mode by the form for drafting."""
+        """Return the product [..., O] of x [..., H], plus the bias.
+
+        In eval mode within torch's inference mode, as drafting is, a CPU multiplies by the weight in fp16.
+        """
         drafts = torch.is_inference_mode_enabled() and not self.training
         if not drafts or x.dtype != torch.float32 or not has_half_products(self.weight):
             return super().forward(x)
