@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from draftsmith.models import Target
 from draftsmith.models.fused import layer_steps
+from draftsmith.models.fused.fused_layers import fuse
 from draftsmith.models.fused.layer_steps import Ending
 from draftsmith.models.half_weights import DraftingLinear, HalfWeight, has_half_products, in_half, multiply
 from draftsmith.models.layers import DecodingNorm
+from draftsmith.models.slots.cache import SlotCache
+from draftsmith.models.slots.window import chain_window
 
 pytestmark = pytest.mark.skipif(not has_half_products(torch.ones(1, 1)), reason="this CPU has no products with fp16")
 
@@ -71,6 +74,24 @@ def test_a_target_reads_weights_in_fp16_that_hold_their_values(in_bf16: bool, ti
     assert [isinstance(form, HalfWeight) for form in forms] == [in_bf16] * 4
     hidden = torch.randn(1, 5, target.hidden_size)
     torch.testing.assert_close(target.logits(hidden), target.head(hidden), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_pass_of_a_target_is_the_same_in_both_forms(num_tokens: int, tiny_target_dir: Path) -> None:
+    """On weights that bf16 holds; the layers between give what they read to the next one."""
+    model = Target.from_pretrained(tiny_target_dir, "cpu", torch.float32, fuse_layers=False).model
+    for parameter in model.parameters():
+        parameter.data = parameter.bfloat16().float()
+    token_ids, window = (
+        torch.arange(1, 1 + num_tokens)[None],
+        chain_window(torch.zeros(1, dtype=torch.int64), num_tokens),
+    )
+    hidden = []
+    for frozen in (False, True):
+        decoder = fuse(model, frozen)
+        assert decoder is not None
+        hidden.append(decoder.run(token_ids, window, SlotCache(1, num_tokens))[0])
+    torch.testing.assert_close(hidden[1], hidden[0], atol=1e-5, rtol=1e-5)
 
 
 class TestDraftingLinear:
