@@ -1,6 +1,7 @@
 """The optimisers, and their learning rate over the steps."""
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor, distributed
@@ -98,15 +99,43 @@ def orthogonal(matrix: Tensor) -> Tensor:
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T  # [rows, columns], rows <= columns
     wide = as_computed(wide)
     wide = wide / wide.norm().clamp(min=1e-7)
-    first, third, fifth = POLYNOMIAL
-    for _ in range(POLYNOMIAL_STEPS):
-        gram = wide @ wide.T  # [rows, rows]
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
+    rows, columns = wide.shape
+    # Products of the small square matrices round too much in bf16, and are fewer operations for wide matrices alone.
+    by_gram = wide.dtype == torch.float32 and columns > 1.5 * rows
+    wide = polynomials_by_gram(wide) if by_gram else polynomials(wide)
     return wide if len(matrix) <= matrix.shape[1] else wide.T
 
 
+def polynomials(wide: Tensor) -> Tensor:
+    """Return the polynomial of a matrix X [m, n], taken `POLYNOMIAL_STEPS` times: each is P X with P of X X^T."""
+    first, third, fifth = POLYNOMIAL
+    for _ in range(POLYNOMIAL_STEPS):
+        gram = wide @ wide.T  # [m, m]
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
+    return wide
+
+
+def polynomials_by_gram(wide: Tensor) -> Tensor:
+    """Return what `polynomials` does, up to rounding, by products of [m, m] matrices but for the first and the last.
+
+    As P X has the Gram matrix P (X X^T) P, no step needs X itself.
+    """
+    first, third, fifth = POLYNOMIAL
+    gram = wide @ wide.T  # [m, m]
+    factors: list[Tensor] = []
+    for _ in range(POLYNOMIAL_STEPS):
+        if factors:
+            gram = factors[-1] @ gram @ factors[-1]
+        factors.append(torch.addmm(gram, gram, gram, beta=third, alpha=fifth))
+        factors[-1].diagonal().add_(first)
+    return reduce(torch.mm, reversed(factors)) @ wide
+
+
 def operations_of_direction(matrix: Tensor, rows: list[int]) -> int:
-    """Return the floating-point operations that the direction of a matrix takes; its projections have so many rows."""
+    """Return the floating-point operations that the direction of a matrix takes; its projections have so many rows.
+
+    These are the operations of `polynomials`; in fp32 a wide matrix takes fewer.
+    """
     shapes = [sorted((height, matrix.shape[1])) for height in rows]
     return sum(POLYNOMIAL_STEPS * (4 * less**2 * more + 2 * less**3) for less, more in shapes)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -329,13 +330,18 @@ class AnswerJob:
         }
 
     def shares(self) -> list[list[int]]:
-        """Return the answers in shares that are decoded together.
+        """Return the answers in shares that are decoded together: of one sampling, and prompts of similar length.
 
-        A share has one sampling, or two, and prompts of similar length.
+        Those of one sampling are about as large, because a batch empties at the end of each.
         """
-        size = self.settings.share
-        order = sorted(self.kept, key=lambda number: (self.sampling_of(number), self.length_of(number), number))
-        return [order[start : start + size] for start in range(0, len(order), size)]
+        shares = []
+        for sampling in range(len(self.settings.samplings)):
+            order = [number for number in self.kept if self.sampling_of(number) == sampling]
+            order.sort(key=lambda number: (self.length_of(number), number))
+            count = -(-len(order) // self.settings.share)
+            edges = [len(order) * place // max(1, count) for place in range(count + 1)]
+            shares += [order[start:end] for start, end in pairwise(edges)]
+        return shares
 
     def sampled_share(self, size: int) -> list[int]:
         """Return answers drawn at random, to measure on."""

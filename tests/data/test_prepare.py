@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from draftsmith.recipes.cli.main import main
 SAMPLINGS = (Sampling(0.0), Sampling(1.5, 0.9, 20))
 SETTINGS = PrepareSettings(max_new_tokens=12, samplings=SAMPLINGS, batch_size=2)
 SHARD = shard_file(0)
-NUM_PROMPTS = 10  # two whole shares of 4 and a short one; the middle one holds both temperatures
+NUM_PROMPTS = 10  # at each temperature a share of two and one of three
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -255,10 +256,10 @@ def test_whole_shares_are_not_decoded_again(
     folder: Path, source: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = AnswerJob(tiny_target, source, SETTINGS)
-    first, second, third = job.shares()
+    first, second, *others = job.shares()
     open_folder(tmp_path, read_prepared(folder))
     journal = Journal(tmp_path, 0, run_name(read_prepared(folder)))
-    for index in [*first, *third, second[1]]:
+    for index in [*first, *chain(*others), second[1]]:
         journal.append(index, [read_samples(folder)[index]])
     journal.close()
     decoded: list[int] = []

@@ -15,7 +15,14 @@ from draftsmith.models.errors import UserError
 from draftsmith.train import train
 from draftsmith.train.config import OptimizerConfig
 from draftsmith.train.hardware.layouts import make_accelerator
-from draftsmith.train.optimizer import inner_matrices, learning_rate, optimizer_of, orthogonal
+from draftsmith.train.optimizer import (
+    inner_matrices,
+    learning_rate,
+    optimizer_of,
+    orthogonal,
+    polynomials,
+    polynomials_by_gram,
+)
 from draftsmith.train.run_folder.checkpoint import TRAINER, checkpoints, remove
 from draftsmith.train.run_folder.tracking import read_metrics
 
@@ -87,6 +94,13 @@ def test_muon_moves_in_all_directions_alike(shape: tuple[int, int]) -> None:
     values = stretched.diagonal()
     torch.testing.assert_close(stretched, torch.diag(values), rtol=0, atol=1e-4)
     assert 0.6 < values.min() <= values.max() < 1.25
+
+
+def test_polynomials_by_the_gram_matrix_are_the_same() -> None:
+    """Singular values range over four orders of size, as those of gradients do."""
+    left, _, right = torch.linalg.svd(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), False)
+    wide = left * torch.logspace(-0.5, -4.5, 16) @ right
+    torch.testing.assert_close(polynomials_by_gram(wide), polynomials(wide), rtol=0, atol=1e-4)
 
 
 def test_muon_goes_on_bit_for_bit(base: dict[str, Any], tmp_path: Path) -> None:
