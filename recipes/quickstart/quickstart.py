@@ -33,7 +33,6 @@ from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import (
     ANSWERS,
     CHECKPOINTS,
-    COMPARED_DRAFTS,
     COMPARISON,
     NUM_HELD_OUT,
     Budget,
@@ -115,9 +114,8 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
         prompts = read_prompt_set(source, target, None, COMPARISON.max_new_tokens)
-        options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True, skips_impossible=True)
-        grid = [replace(COMPARISON, draft=draft) for draft in COMPARED_DRAFTS]
-        evaluate_side_by_side(target, names, [prompts], grid, out / "comparison", options)
+        options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
+        evaluate_side_by_side(target, names, [prompts], [COMPARISON], out / "comparison", options)
     evaluations = [read_evaluation(path) for path in paths]
     return sorted(evaluations, key=lambda evaluation: evaluation.best.rank_key, reverse=True)
 

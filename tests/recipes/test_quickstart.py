@@ -19,7 +19,6 @@ from draftsmith.data.answers.prepare import PrepareSettings
 from draftsmith.data.prompts.prompt_formats import Prompt
 from draftsmith.data.prompts.prompts import read_prompts, tokenise
 from draftsmith.data.samples.sample import Sample, Span
-from draftsmith.inference.decoding.schedule import Confident
 from draftsmith.inference.measuring.measure import MeasureSettings
 from draftsmith.inference.measuring.results import Evaluation, read_evaluation
 from draftsmith.models import Target
@@ -257,8 +256,6 @@ def small_quickstart(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> No
         "quickstart_config": config,
         "ANSWERS": PrepareSettings(max_new_tokens=4),
         "COMPARISON": MeasureSettings(max_new_tokens=2, repeats=1),
-        # Of several lengths the times would choose what is served, which no two calls measure alike.
-        "COMPARED_DRAFTS": (4, Confident(3, 0.2)),
         "build_report": lambda out: out / "report.html",
         "print_summary": lambda *_: None,
     }
