@@ -147,9 +147,10 @@ def test_an_interrupted_run_goes_on_with_its_budget(tmp_path: Path) -> None:
 def test_a_target_with_too_little_context_is_told(
     held_out: bool, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answers of a quickstart alone fill the context of 128 tokens."""
+    """Answers alone fill the context of 128 tokens."""
     functions = [f"def strike_{i}(iron):\n    return iron" for i in range(200)]
     monkeypatch.setattr(quickstart, "stdlib_groups", lambda _: [functions])
+    monkeypatch.setattr(quickstart, "ANSWERS", replace(quickstart.ANSWERS, max_new_tokens=128))
     with pytest.raises(UserError, match="has a context of 128 tokens, .* answers of 128 tokens only 0 prompts fit"):
         quickstart.prompts_for(tiny_target, held_out)
     monkeypatch.setattr(quickstart, "ANSWERS", replace(quickstart.ANSWERS, max_new_tokens=64))
