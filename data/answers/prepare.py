@@ -332,14 +332,15 @@ class AnswerJob:
     def shares(self) -> list[list[int]]:
         """Return the answers in shares that are decoded together: of one sampling, and prompts of similar length.
 
-        Those of one sampling are about as large, because a batch empties at the end of each.
+        The shares of one sampling are of about equal size: at the end of each the last requests run in a batch that is
+        nearly empty, which would be most of the time of a small one.
         """
         shares = []
-        for sampling in range(len(self.settings.samplings)):
+        for sampling in sorted(set(map(self.sampling_of, self.kept))):
             order = [number for number in self.kept if self.sampling_of(number) == sampling]
             order.sort(key=lambda number: (self.length_of(number), number))
             count = -(-len(order) // self.settings.share)
-            edges = [len(order) * place // max(1, count) for place in range(count + 1)]
+            edges = [len(order) * place // count for place in range(count + 1)]
             shares += [order[start:end] for start, end in pairwise(edges)]
         return shares
 

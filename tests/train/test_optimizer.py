@@ -96,10 +96,12 @@ def test_muon_moves_in_all_directions_alike(shape: tuple[int, int]) -> None:
     assert 0.6 < values.min() <= values.max() < 1.25
 
 
-def test_polynomials_by_the_gram_matrix_are_the_same() -> None:
-    """Singular values range over four orders of size, as those of gradients do."""
+@pytest.mark.parametrize("rank", [1, 12, 16])
+def test_polynomials_by_the_gram_matrix_are_the_same(rank: int) -> None:
+    """Singular values range over four orders of size, as those of gradients do, and some may be 0."""
     left, _, right = torch.linalg.svd(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), False)
-    wide = left * torch.logspace(-0.5, -4.5, 16) @ right
+    values = torch.logspace(-0.5, -4.5, 16).where(torch.arange(16) < rank, torch.zeros(()))
+    wide = left * values @ right
     torch.testing.assert_close(polynomials_by_gram(wide), polynomials(wide), rtol=0, atol=1e-4)
 
 
