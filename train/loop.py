@@ -137,9 +137,9 @@ class TrainingRun:
             self.stages.enter("data")
             all_batches = prefetched(self.load, steps, self.source.steps_ahead)
             for step, batches in zip(steps, all_batches, strict=True):
-                done, last = step + 1, step + 1 == run.steps
+                done = step + 1
                 outcome = self.take_step(step, batches)
-                if done % run.log_every == 0 or last:
+                if self.logs_at(done):
                     progress.update(task, detail=self.log(done, outcome))
                 progress.update(task, completed=done)
                 profiler_step()
@@ -175,6 +175,10 @@ class TrainingRun:
         falls = optimizer.decay == "late" and step == optimizer.decay_start(run.steps)
         return step % run.checkpoint_every == 0 or step == run.steps or falls
 
+    def logs_at(self, step: int) -> bool:
+        """Return whether a line is logged after so many steps."""
+        return step % self.config.run.log_every == 0 or step == self.config.run.steps
+
     def load(self, step: int) -> list[tuple[MicroBatch, Batch]]:
         """Return this team's micro-batches of a step, in memory from which a GPU can copy them by itself."""
         micro_batches = self.plan.micro_batches(step, self.teams.number, self.teams.count)
@@ -196,6 +200,7 @@ class TrainingRun:
         rate = learning_rate(step, config.run.steps, config.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.drafter.progress = step / config.run.steps
+        self.drafter.tells_acceptance = self.logs_at(step + 1)
         if self.setup.on_policy and self.setup.on_policy.is_due(step):
             batches = [(micro_batch, self.setup.on_policy.rewrite(batch, step)) for micro_batch, batch in batches]
         batches = [(micro_batch, batch.to(accelerator.device)) for micro_batch, batch in batches]

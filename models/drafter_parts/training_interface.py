@@ -3,7 +3,7 @@
 Shapes: V vocabulary of the target, Vd draft vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.drafter_parts.vocabulary import head_of_tokens
 from draftsmith.models.losses.chain_loss import ChainLoss, Depth, LossSums, divergence_over_depths
 from draftsmith.models.losses.divergences import Divergence
 from draftsmith.models.target.target import Features, Target
@@ -25,6 +26,8 @@ class TrainedDrafter(nn.Module):
     training_depth: int = 0  # predictions in a row that training compares with the target's
     drafts_by_target_head: bool = False  # it has no head of its own, not even a copy
     progress: float = 0.0  # share of training that is done, kept by the training loop
+    tells_acceptance: bool = True  # beside the loss, also in training; costly with a draft vocabulary
+    learns_acceptance: ClassVar[bool] = False  # the loss itself is made of what the target would accept
     divides_texts: ClassVar[bool] = False  # several processes can take a text together
     team: Team = Team()  # the processes that do (`run.processes_per_text`)
     compile_loss: bool = False  # on a CPU, compare with the target by compiled code (`run.compile`)
@@ -89,12 +92,23 @@ class TrainedDrafter(nn.Module):
     def draftable(self) -> Tensor | None:
         """Which of the target's tokens it can propose, bool [V] in the host's memory; None: all.
 
-        The device is asked once; `fit_vocabulary` removes what it answered.
+        The device is asked once.
         """
         ids = self.draft_to_target()
         if ids is None:
             return None
         return torch.zeros(self.target.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+
+    @cached_property
+    def head_of_drafted(self) -> Callable[[Tensor], Tensor] | None:
+        """The target's head for the tokens of a reduced draft vocabulary alone; None where there is no such head."""
+        ids = self.draft_to_target()
+        return None if ids is None else head_of_tokens(self.target, ids)
+
+    def forget_vocabulary(self) -> None:
+        """Remove what was made of the draft vocabulary, after that has changed."""
+        for made in ("draftable", "head_of_drafted"):
+            vars(self).pop(made, None)
 
     # --- the loss
 
@@ -115,7 +129,10 @@ class TrainedDrafter(nn.Module):
 
     def new_chain_loss(self, batch: Batch) -> ChainLoss:
         """Return an empty loss of the chains in this process's part of a text that the drafter's vocabulary allows."""
-        return ChainLoss(batch, self.draftable, self.team.part_of(batch, self.training_depth))
+        asked = self.tells_acceptance or self.learns_acceptance or not self.training
+        tells_acceptance = asked or self.head_of_drafted is None
+        part = self.team.part_of(batch, self.training_depth)
+        return ChainLoss(batch, self.draftable, part, tells_acceptance)
 
     def depths(self, chain_loss: ChainLoss, batch: Batch, features: Features, depth: int) -> Iterator[Depth]:
         """Yield what `depth` predictions in a row from each slot are made from, on the text as it is.
@@ -130,14 +147,16 @@ class TrainedDrafter(nn.Module):
         return self.config.divergence
 
     def add_divergences(self, chain_loss: ChainLoss, depths: list[Depth], features: Features) -> None:
-        """Add to the loss the divergence of a chain of predictions from the target's own."""
+        """Add to the loss the divergence of a chain of predictions from the target's own.
+
+        The divergence is one within the draft vocabulary. What is accepted hangs on the target's whole distribution.
+        """
+        head: Callable[[Tensor], Tensor] = self.target.head
+        ids, last_hidden = self.draft_to_target(), features.last_hidden.flatten(0, 1)
+        if self.head_of_drafted is not None and not chain_loss.tells_acceptance:
+            head, ids = self.head_of_drafted, None
         chain_loss.total, losses = divergence_over_depths(
-            depths,
-            features.last_hidden.flatten(0, 1),
-            self.target.head,
-            self.divergence(),
-            self.draft_to_target(),
-            self.compile_loss,
+            depths, last_hidden, head, self.divergence(), ids, self.compile_loss
         )
         for rows in losses:
             chain_loss.add(rows)

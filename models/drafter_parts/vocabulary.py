@@ -1,6 +1,7 @@
 """The draft vocabulary: the target's tokens that a drafter can propose, where that is not all of them."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.drafter_configs import ReducedVocabulary
 from draftsmith.models.errors import UserError
-from draftsmith.models.target.scaled_head import times_factor
+from draftsmith.models.target.scaled_head import times_factor, with_scaling
 from draftsmith.models.target.target import Target
 
 SIZE_UNIT = 64  # engines pad the matrix of a head to a multiple of it anyway
@@ -72,7 +73,6 @@ def fit_map(drafter: nn.Module, head: nn.Linear, counts: Tensor, target: Target)
     token_ids = highest_ranked(counts, len(d2t)).cpu()
     d2t.copy_(token_ids - torch.arange(len(d2t)))
     t2d.zero_()[token_ids.to(t2d.device)] = True
-    vars(drafter).pop("draftable", None)
     copy_head(head, target, token_ids)
 
 
@@ -82,6 +82,20 @@ def copy_head(head: nn.Linear, target: Target, token_ids: Tensor | None) -> None
     weight = target.head_weight()
     rows = weight if token_ids is None else weight[token_ids.to(weight.device)]
     head.weight.copy_(times_factor(rows, target.text_config))
+
+
+def head_of_tokens(target: Target, token_ids: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return a head that makes the target's logits of some tokens alone, [..., H] -> [..., Vd].
+
+    None where the target's head is more than one matrix.
+    """
+    whole = target.head_module
+    if type(whole) is not nn.Linear or whole.bias is not None:
+        return None
+    with torch.device("meta"):
+        part = nn.Linear(whole.in_features, len(token_ids), bias=False)
+    part.weight = nn.Parameter(whole.weight.detach()[token_ids], requires_grad=False)
+    return with_scaling(part, target.text_config)
 
 
 def vocabulary_hash(token_ids: Tensor) -> str:

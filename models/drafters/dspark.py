@@ -24,6 +24,7 @@ class DSpark(DFlash):
     kind = "dspark"
     config_class = DSparkConfig
     independent_depths = False
+    learns_acceptance = True
 
     def __init__(self, config: DSparkConfig, layer_config: LlamaConfig, target: Target) -> None:
         super().__init__(config, layer_config, target)

@@ -150,6 +150,7 @@ class Eagle3(Drafter):
         """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
         if self.lm_head.out_features < self.target.vocab_size:
             fit_map(self, self.lm_head, counts, self.target)
+            self.forget_vocabulary()
 
     def draft_to_target(self) -> Tensor | None:
         """Return the target ids of the draft vocabulary [Vd]; None where it is the whole vocabulary."""

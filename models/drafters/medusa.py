@@ -91,7 +91,7 @@ class Medusa(Drafter):
         """Choose the draft vocabulary: the tokens that the target wrote most often; ties go to the lower id."""
         if (ids := self.draft_to_target()) is not None:
             ids.copy_(highest_ranked(counts, len(ids)))
-            vars(self).pop("draftable", None)
+            self.forget_vocabulary()
             self._copy_heads()
 
     def draft_to_target(self) -> Tensor | None:

@@ -90,7 +90,7 @@ class PEagle(Drafter):
 
     def fit_vocabulary(self, counts: Tensor) -> None:
         self.eagle3.fit_vocabulary(counts)
-        vars(self).pop("draftable", None)
+        self.forget_vocabulary()
 
     def draft_to_target(self) -> Tensor | None:
         return self.eagle3.draft_to_target()

@@ -315,13 +315,21 @@ class ChainLoss:
     All of them are of one part of the slots; those of all parts add up to the whole.
     """
 
-    def __init__(self, batch: Batch, draftable: Tensor | None = None, part: TextPart | None = None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        draftable: Tensor | None = None,
+        part: TextPart | None = None,
+        tells_acceptance: bool = True,
+    ) -> None:
         """`draftable` [V] bool in the host's memory: the tokens that can be drafted, None: all. `part` None: all slots.
 
-        A token that is trained on counts in the part that holds its slot.
+        A token that is trained on counts in the part that holds its slot. `tells_acceptance`: the losses that are added
+        know what the target would accept.
         """
         host = batch.on_host
         self.part = TextPart.whole(batch.token_ids.numel()) if part is None else part
+        self.tells_acceptance = tells_acceptance
         self.device, self.loss_mask = batch.token_ids.device, host.loss_mask
         self.draftable = None if draftable is None else draftable[host.token_ids]  # [B, T]
         # [B, T] slots whose newest token the target wrote
@@ -353,13 +361,14 @@ class ChainLoss:
 
         They are the loss over the trained tokens; for each depth the accuracy and the probability that a sampled draft
         is accepted; and the acceptance length that greedy decoding would have if all of it followed the training text.
+        Without `tells_acceptance` it is the loss alone.
         """
+        sums = {"loss": (self.total, self._number(self.part.within(self.loss_mask).sum()))}
+        if not self.tells_acceptance:
+            return sums
         num_roots = self._roots.sum()
         accepted = self._number(num_roots) + self._accepted()
-        sums = {
-            "loss": (self.total, self._number(self.part.within(self.loss_mask).sum())),
-            "simulated_acceptance_length": (accepted, self._number(num_roots)),
-        }
+        sums["simulated_acceptance_length"] = (accepted, self._number(num_roots))
         for depth, (rows, (counted, _)) in enumerate(zip(self.added, self._marked, strict=False)):
             num_counted = self._number(counted.sum())
             sums[f"accuracy_{depth}"] = (rows.correct.sum(), num_counted)

@@ -27,6 +27,7 @@ from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.train import train
 from draftsmith.train.config import resolve
 from draftsmith.train.run_folder.checkpoint import checkpoints
+from draftsmith.train.run_folder.tracking import read_metrics
 from draftsmith.train.run_folder.vocabulary import read_vocabulary
 
 
@@ -78,6 +79,23 @@ def test_chains_that_cannot_be_drafted_are_not_trained(kind: str, tiny_target: T
     assert expected[0] > expected[1] > expected[2] > 0
     sums = loss_of(drafter, batch, tiny_target)
     assert [int(sums[f"accuracy_{k}"][1]) for k in range(3)] == expected
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "medusa", "dflash", "domino", "dspark"])
+def test_loss_does_not_hang_on_whether_acceptance_is_told(kind: str, tiny_target: Target) -> None:
+    """Only what is accepted takes the rows of the target's head outside of the draft vocabulary."""
+    drafter, batch = build(kind, tiny_target, draft_vocab_size=150).train(), random_batch(tiny_target, length=40)
+    drafter.fit_vocabulary(torch.rand(tiny_target.vocab_size, generator=torch.Generator().manual_seed(0)))
+    found = {}
+    for told in (True, False):
+        torch.manual_seed(0)  # of slots that are drawn
+        drafter.tells_acceptance = told
+        total, count = (sums := loss_of(drafter, batch, tiny_target))["loss"]
+        assert ("accuracy_0" in sums) == ("simulated_acceptance_length" in sums) == (told or kind == "dspark")
+        gradient = torch.autograd.grad(total / count, [p for p in drafter.parameters() if p.requires_grad])
+        found[told] = [total, count, *gradient]
+    torch.testing.assert_close(found[False], found[True])
+    assert "accuracy_0" in loss_of(drafter.eval(), batch, tiny_target)  # held-out samples
 
 
 def make_plan(num_samples: int = 64) -> BatchPlan:
@@ -166,8 +184,10 @@ def test_a_run_tells_what_its_vocabulary_costs(
     write_samples(tmp_path / "samples", [marked], iter)
     arguments = {"target": tiny_target_dir, "data.samples": tmp_path / "samples", "run.dir": tmp_path / "run"}
     arguments |= {"drafter.draft_vocab_size": "null", "drafter.draft_vocab_coverage": 0.5, "run.device": "cpu"}
-    arguments |= {"run.steps": 2, "data.batch_size": 8}
+    arguments |= {"run.steps": 2, "run.log_every": 5, "data.batch_size": 8}
     run = train(resolve(RECIPES["eagle3"](), None, [f"{key}={value}" for key, value in arguments.items()]))
+    (logged,) = [line for line in read_metrics(run) if "loss" in line]
+    assert 0 <= logged["accuracy_0"] <= 1  # of the last step
     content = read_vocabulary(run)
     assert content is not None
     assert content.size == SIZE_UNIT

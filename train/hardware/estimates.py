@@ -155,10 +155,13 @@ def num_multiplied(drafter: Drafter) -> int:
 def operations_per_token(config: TrainConfig, target: TargetWeights, drafter: Drafter) -> float:
     """Return the operations of target and drafter together; stored features need no layers.
 
-    A token passes once through the target's layers and head, whose distribution teaches all depths, and
-    `training_passes` times through what the drafter trains. Where a drafter's logits come from the target's own head,
+    A token passes once through the target's layers and head, whose distribution teaches all depths, of the head through
+    the rows of the draft vocabulary alone (logged steps take all), and `training_passes` times through what the drafter
+    trains. Where a drafter's logits come from the target's own head,
     each of its `head_passes` takes 2 operations a weight forward and 2 backward, for the head stays frozen.
     """
     layers = target.active_weights_of_layers if config.data.features == "online" else 0
     own_logits = 4 * target.head_weights * drafter.head_passes if drafter.drafts_by_target_head else 0
-    return 2 * layers + 2 * target.head_weights + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)
+    ids = drafter.draft_to_target()
+    of_teacher = 2 * target.head_weights * (1 if ids is None else len(ids) / drafter.target.vocab_size)
+    return 2 * layers + of_teacher + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)
