@@ -57,7 +57,6 @@ from draftsmith.models.target.identity import template_hash, tokenizer_fingerpri
 
 # Keys of prepared.json that are names and counts of what hashes tell exactly.
 IMPLIED = ("target", "prompts", "num_prompts", "num_held_out", "num_skipped")
-BATCHES_A_SHARE = 8  # more keep the batch full for longer, fewer lose less to an interruption
 
 
 @dataclass
@@ -68,6 +67,7 @@ class PrepareSettings:
     # prompt i is answered by samplings[i % len], and further times by those that follow
     samplings: Annotated[tuple[Sampling, ...], Field(min_length=1)] = (Sampling(0.0), Sampling(1.0))
     batch_size: Count = 32  # prompts answered at a time
+    batches_a_share: Count = 8  # decoded together: more keep the batch full, fewer lose less to an interruption
     seed: Seed = 0
     drafter: Name = "none"  # a kind or a checkpoint, which speeds the decoder up
     draft_length: Depth = 4
@@ -89,7 +89,7 @@ class PrepareSettings:
     @property
     def share(self) -> int:
         """Number of prompts that are decoded together: what a kill loses at most."""
-        return BATCHES_A_SHARE * self.batch_size
+        return self.batches_a_share * self.batch_size
 
 
 def default_max_new_tokens(target: Target) -> int:

@@ -33,7 +33,7 @@ from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabular
 
 # Shares of the time, by what each part is estimated to take. In the quickstarts that they were set by answers took half
 # of their estimate, training with its evaluations a sixth more: so the shares add up to more than 1.
-PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.56, 0.54, 0.03, 0.20
+PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.64, 0.56, 0.03, 0.20
 # How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
 WEIGHTS = {
     "eagle3": 5,
@@ -51,7 +51,7 @@ WEIGHTS = {
 }
 CHECKPOINTS = 2  # a run
 NUM_HELD_OUT = 64  # prompts for the comparison, and again as many for checkpoints
-ANSWERS = PrepareSettings(max_new_tokens=96, batch_size=64)  # the training text
+ANSWERS = PrepareSettings(max_new_tokens=96, batch_size=64, batches_a_share=64)  # the training text
 COMPARISON = MeasureSettings(draft=4, max_new_tokens=96, repeats=2)  # Medusa and Hydra have four heads
 TIMED_PROMPTS = 8
 # Bytes of features on the disk, which all drafters read. Where there would be more, the target runs for each drafter.

@@ -48,6 +48,7 @@ from draftsmith.train.run_folder.checkpoint import checkpoint_name, remove
 from draftsmith.train.run_folder.run_folder import best_checkpoint
 
 FEATURES = "features"  # folder of what the target's one pass stores while drafters are trained
+TOKENS_IN_CACHE = 1024  # of a pass: of more, a CPU's caches do not hold what the layers make of them
 TURN = 128  # most tokens of a prompt, for each of its turns
 EMBEDDED_TARGET = Path(__file__).parents[1] / "tiny_python"
 
@@ -140,6 +141,8 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
     config.target = budget.target
     config.data.samples = str(out / "samples")
     config.data.max_length = 512
+    if budget.num_threads is not None:  # on a CPU
+        config.data.tokens_per_micro_batch = TOKENS_IN_CACHE
     if budget.stored_layers is not None and not config.drafter.starts_from_layers:
         config.data.features, config.data.features_layers = "stored", budget.stored_layers
         config.data.features_dir = str(out / FEATURES)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from itertools import chain
@@ -56,16 +56,9 @@ from draftsmith.models.target.target import ChatSettings
 from draftsmith.recipes.cli.main import main
 
 SAMPLINGS = (Sampling(0.0), Sampling(1.5, 0.9, 20))
-SETTINGS = PrepareSettings(max_new_tokens=12, samplings=SAMPLINGS, batch_size=2)
+SETTINGS = PrepareSettings(max_new_tokens=12, samplings=SAMPLINGS, batch_size=2, batches_a_share=2)
 SHARD = shard_file(0)
 NUM_PROMPTS = 10  # at each temperature a share of two and one of three
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _shares_of_two_batches() -> Iterator[None]:
-    before, prepare_module.BATCHES_A_SHARE = prepare_module.BATCHES_A_SHARE, 2
-    yield
-    prepare_module.BATCHES_A_SHARE = before
 
 
 @pytest.fixture(scope="module")
