@@ -60,7 +60,7 @@ class RunEstimate:
     """The needs of one run, its target and drafter whole on each device."""
 
     operations: float  # of the whole run
-    ends_bytes: float  # of the target: embedding and head
+    ends_bytes: float  # of the target: embedding, head, and the head's rows of a draft vocabulary
     layer_bytes: float  # of the target
     drafter_bytes: float  # weights, gradients, optimiser
     gathered_bytes: float  # of a drafter in pieces besides: its weights and gradients, whole for a pass
@@ -109,10 +109,12 @@ def estimate(
         logits = bytes_per_value * num_logits(text.vocab_size, draft_vocab_size, passes, tokens_at_once)
     by_muon = inner_matrices(drafter) if config.optimizer.matrices == "muon" else {}
     spared = MUON_SPARES * sum(matrix.numel() for matrix in by_muon)
+    share = compared_share(drafter)
+    of_heads = weights.head_weights * (1 if share == 1 else 1 + share)
     return RunEstimate(
         operations=tokens * operations_per_token(config, weights, drafter)
         + config.run.steps * sum(operations_of_direction(*of_one) for of_one in by_muon.items()),
-        ends_bytes=bytes_per_value * (weights.head_weights + weights.other_weights),
+        ends_bytes=bytes_per_value * (of_heads + weights.other_weights),
         layer_bytes=bytes_per_value * weights.weights_of_layers,
         drafter_bytes=TRAINED_BYTES * num_trained(drafter) - spared,
         gathered_bytes=2 * bytes_per_value * num_trained(drafter),
@@ -152,6 +154,15 @@ def num_multiplied(drafter: Drafter) -> int:
     return num_trained(drafter) - sum(looked_up)
 
 
+def compared_share(drafter: Drafter) -> float:
+    """Return the share of the target's head that teaches in a step that is not logged.
+
+    It is all, or the rows of a reduced draft vocabulary, which are a copy beside the head.
+    """
+    ids = drafter.draft_to_target()
+    return 1.0 if ids is None or drafter.learns_acceptance else len(ids) / drafter.target.vocab_size
+
+
 def operations_per_token(config: TrainConfig, target: TargetWeights, drafter: Drafter) -> float:
     """Return the operations of target and drafter together; stored features need no layers.
 
@@ -162,6 +173,5 @@ def operations_per_token(config: TrainConfig, target: TargetWeights, drafter: Dr
     """
     layers = target.active_weights_of_layers if config.data.features == "online" else 0
     own_logits = 4 * target.head_weights * drafter.head_passes if drafter.drafts_by_target_head else 0
-    ids = drafter.draft_to_target()
-    of_teacher = 2 * target.head_weights * (1 if ids is None else len(ids) / drafter.target.vocab_size)
+    of_teacher = 2 * target.head_weights * compared_share(drafter)
     return 2 * layers + of_teacher + own_logits + 6 * drafter.training_passes * num_multiplied(drafter)
