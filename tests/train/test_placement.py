@@ -314,7 +314,7 @@ def test_layers_lie_where_there_is_room(
     target = Target.without_weights(tmp_path)
     of_layers, taken = devices_of_layers(config, gpus[0]), memory_needed(config, gpus[0], target)
     beside = taken.ends_bytes + taken.drafter_bytes + taken.working_bytes
-    assert beside / taken.layer_bytes * 80 == pytest.approx(33.9, abs=0.1)
+    assert beside / taken.layer_bytes * 80 == pytest.approx(34.2, abs=0.1)
     counts = [of_layers.count(gpu) for gpu in gpus]
     assert of_layers == [gpu for gpu, count in zip(gpus, counts, strict=True) for _ in range(count)]
     assert counts[0] == on_first
