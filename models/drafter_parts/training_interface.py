@@ -156,7 +156,7 @@ class TrainedDrafter(nn.Module):
         if self.head_of_drafted is not None and not chain_loss.tells_acceptance:
             head, ids = self.head_of_drafted, None
         chain_loss.total, losses = divergence_over_depths(
-            depths, last_hidden, head, self.divergence(), ids, self.compile_loss
+            depths, last_hidden, head, self.divergence(), ids, self.compile_loss, chain_loss.tells_acceptance
         )
         for rows in losses:
             chain_loss.add(rows)

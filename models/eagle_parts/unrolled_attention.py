@@ -21,6 +21,9 @@ from draftsmith.models.text_team import TextPart
 
 KeyValue = tuple[Tensor, Tensor]
 
+# Rows of a span that flash attention takes at once on a CPU. Of a longer part it computes more scores that no row sees.
+MOST_ROWS = 192
+
 
 @dataclass
 class DraftingSpan:
@@ -271,13 +274,15 @@ def _flash_backward(
 
 
 def _pieces(spans: list[DraftingSpan]) -> list[tuple[slice, list[tuple[slice, bool]]]]:
-    """Return the rows of each span, and the slots they see: all before the span, and causally those in it."""
+    """Return the rows of parts of the spans, and the slots they see: all before the part, and causally those in it."""
     pieces, row = [], 0
     for span in spans:
-        rows = slice(row, row + span.last - span.first)
-        before, within = (slice(span.text, span.first), False), (slice(span.first, span.last), True)
-        pieces.append((rows, [before, within] if span.first > span.text else [within]))
-        row = rows.stop
+        for first in range(span.first, span.last, MOST_ROWS):
+            last = min(first + MOST_ROWS, span.last)
+            rows = slice(row, row + last - first)
+            before, within = (slice(span.text, first), False), (slice(first, last), True)
+            pieces.append((rows, [before, within] if first > span.text else [within]))
+            row = rows.stop
     return pieces
 
 

@@ -32,7 +32,7 @@ GPU_ROWS = 4096  # of the drafter's logits that exist at once on a GPU, whose pr
 
 @dataclass
 class RowLosses:
-    """Losses and acceptance of R rows of the drafter's hidden states."""
+    """Losses and acceptance of R rows of the drafter's hidden states; [0] of what is not told."""
 
     loss: Tensor  # scalar sum
     correct: Tensor  # [R] bool: the drafter's likeliest token is the target's
@@ -73,6 +73,7 @@ def divergence_over_depths(
     divergence: Divergence,
     draft_to_target: Tensor | None = None,
     compiled: bool = False,
+    tells_acceptance: bool = True,
 ) -> tuple[Tensor, list[RowLosses]]:
     """Return the weighted sum of a divergence over all depths, with its gradient, and the sums of each depth without.
 
@@ -81,14 +82,14 @@ def divergence_over_depths(
     one head go through it side by side; a CPU is faster with the few rows of one depth, which its caches hold.
     `draft_to_target` [Vd] gives the target ids of a reduced draft vocabulary: the divergence then compares within it
     (the target renormalised), while `correct` and `acceptance` count the mass outside it as lost. `compiled`: compare
-    by code that torch has compiled, on a CPU.
+    by code that torch has compiled, on a CPU. Without `tells_acceptance` there are losses alone.
     """
     heads = {id(depth.head): depth.head for depth in depths}.values()
     modules = nn.ModuleList(head for head in heads if isinstance(head, nn.Module))
     parameters = [p for p in modules.parameters() if p.requires_grad]  # each once, though two heads may share it
     tensors = [*(depth.hidden for depth in depths), *parameters]
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    sums = _DepthSums(depths, parameters, draft_to_target, divergence, with_gradient, compiled)
+    sums = _DepthSums(depths, parameters, draft_to_target, divergence, with_gradient, compiled, tells_acceptance)
     with torch.no_grad():
         sums.add_all(target_hidden, target_head)
     total = sums.total
@@ -128,13 +129,13 @@ class Teachers:
         return self.on_device[number][rows] - start
 
 
-def teacher_from(logits: Tensor, draft_to_target: Tensor | None) -> "Teacher | FusedTeacher":
+def teacher_from(logits: Tensor, draft_to_target: Tensor | None, tells_acceptance: bool) -> "Teacher | FusedTeacher":
     """Return the target at the rows of its logits [R, V], in the form for their device."""
     if not runs_kernels(logits.device):
-        return Teacher.from_logits(logits, draft_to_target)
+        return Teacher.from_logits(logits, draft_to_target, tells_acceptance)
     from draftsmith.models.losses.divergence_kernels import FusedTeacher  # needs triton
 
-    return FusedTeacher.from_logits(logits, draft_to_target)
+    return FusedTeacher.from_logits(logits, draft_to_target, tells_acceptance)
 
 
 class _DepthSums:
@@ -148,15 +149,15 @@ class _DepthSums:
         divergence: Divergence,
         with_gradient: bool,
         compiled: bool,
+        tells_acceptance: bool,
     ) -> None:
         """`parameters`: those of the drafter's heads that have gradients."""
         self.depths, self.parameters, self.draft_to_target = depths, parameters, draft_to_target
         self.divergence, self.with_gradient, self.compiled = divergence, with_gradient, compiled
+        self.tells_acceptance = tells_acceptance
         zero = torch.zeros((), device=depths[0].hidden.device)
-        self.losses = [
-            RowLosses(zero.clone(), zero.new_empty(len(d.hidden), dtype=torch.bool), zero.new_empty(len(d.hidden)))
-            for d in depths
-        ]
+        sizes = [len(depth.hidden) if tells_acceptance else 0 for depth in depths]
+        self.losses = [RowLosses(zero.clone(), zero.new_empty(n, dtype=torch.bool), zero.new_empty(n)) for n in sizes]
         self.buffer = depths[0].hidden.new_empty(0)  # logits of the drafter
         self.total = zero.clone()  # weighted sum of the losses of all depths
         self.hidden_gradients = [torch.zeros_like(depth.hidden) for depth in depths] if with_gradient else []
@@ -180,7 +181,7 @@ class _DepthSums:
             taught_by = target_hidden.index_select(0, teachers.rows[start : start + step])
             matrix = matrix_of(target_head, taught_by)
             logits = target_head(taught_by) if matrix is None else self._product(as_computed(taught_by), matrix)
-            teacher = teacher_from(logits, self.draft_to_target)
+            teacher = teacher_from(logits, self.draft_to_target, self.tells_acceptance)
             for group in groups:
                 slices = {number: slice(*bounds[number][chunk : chunk + 2]) for number in group}
                 slices = {number: rows for number, rows in slices.items() if rows.start < rows.stop}
@@ -212,13 +213,17 @@ class _DepthSums:
             logits = head(hidden) if matrix is None else self._product(as_computed(hidden), matrix)
         comparison = self._compare(teacher, logits.detach(), weights)
         self.total += (comparison.loss * weights).sum()
-        choice = comparison.choice if self.draft_to_target is None else self.draft_to_target[comparison.choice]
-        measures = [x.split(sizes) for x in (choice == teacher.choice, comparison.acceptance, comparison.loss)]
-        for (number, rows), correct, acceptance, loss in zip(slices.items(), *measures, strict=True):
-            losses = self.losses[number]
-            losses.correct[rows] = correct
-            losses.acceptance[rows] = acceptance
-            losses.loss += loss.sum()
+        for number, loss in zip(slices, comparison.loss.split(sizes), strict=True):
+            self.losses[number].loss += loss.sum()
+        if self.tells_acceptance:
+            assert comparison.acceptance is not None
+            assert comparison.choice is not None
+            assert teacher.choice is not None
+            choice = comparison.choice if self.draft_to_target is None else self.draft_to_target[comparison.choice]
+            correct = torch.eq(choice, teacher.choice).split(sizes)
+            acceptance = comparison.acceptance.split(sizes)
+            for (number, rows), right, accepted in zip(slices.items(), correct, acceptance, strict=True):
+                self.losses[number].correct[rows], self.losses[number].acceptance[rows] = right, accepted
         if comparison.gradient is not None:
             gradient = comparison.gradient.to(logits.dtype)
             own = {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()

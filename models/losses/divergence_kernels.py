@@ -36,8 +36,10 @@ class FusedTeacher:
     choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
 
     @classmethod
-    def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None) -> "FusedTeacher":
-        """Return the target at the rows of its logits [S, V]."""
+    def from_logits(
+        cls, logits: Tensor, draft_to_target: Tensor | None, tells_acceptance: bool = True
+    ) -> "FusedTeacher":
+        """Return the target at the rows of its logits [S, V]. It tells acceptance in any case: that costs nothing."""
         logits = logits.contiguous()
         whole_log_sum, choice = read_rows(logits)
         log_sum, label = whole_log_sum, choice

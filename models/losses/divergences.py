@@ -30,8 +30,8 @@ class Comparison:
     """Measures by which rows of the drafter's logits [R, Vd] compare with the target at these rows."""
 
     loss: Tensor  # [R] fp32, the divergence
-    acceptance: Tensor  # [R] fp32, sum of min(p, q) over the whole vocabulary
-    choice: Tensor  # [R] int64, the drafter's likeliest token by its draft id
+    acceptance: Tensor | None  # [R] fp32, sum of min(p, q) over the whole vocabulary; None: the teacher tells none
+    choice: Tensor | None  # [R] int64, the drafter's likeliest token by its draft id; None with `acceptance`
     gradient: Tensor | None  # [R, Vd] of the weighted loss in the logits; it may overwrite them. None: not asked for
 
 
@@ -43,10 +43,10 @@ class Teacher:
     log_p: Tensor  # [R, Vd]
     negative_entropy: Tensor  # [R] sum p log p
     inside: Tensor  # [R, 1] the draft vocabulary's share of the whole distribution
-    choice: Tensor  # [R] int64 the likeliest token of the whole vocabulary
+    choice: Tensor | None  # [R] int64 the likeliest token of the whole vocabulary; None: acceptance is not told
 
     @classmethod
-    def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None) -> "Teacher":
+    def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None, tells_acceptance: bool = True) -> "Teacher":
         """Return the target at the rows of its logits [R, V]."""
         num_rows, width = len(logits), logits.shape[1] if draft_to_target is None else len(draft_to_target)
         empty = partial(torch.empty, dtype=torch.float32, device=logits.device)
@@ -61,12 +61,11 @@ class Teacher:
             negative_entropy[rows] = torch.linalg.vecdot(p[rows], log_p[rows].clamp(min=LOWEST))
             if draft_to_target is not None:
                 inside[rows] = (log_sum - whole.logsumexp(-1, keepdim=True)).exp()
-        return cls(p, log_p, negative_entropy, inside, largest(logits))
+        return cls(p, log_p, negative_entropy, inside, largest(logits) if tells_acceptance else None)
 
     def __getitem__(self, rows: slice | Tensor) -> "Teacher":
-        return Teacher(
-            self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.inside[rows], self.choice[rows]
-        )
+        choice = None if self.choice is None else self.choice[rows]
+        return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.inside[rows], choice)
 
     def compare(self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
         """Compare the drafter's logits [R, Vd] with these rows; `weights` [R] fp32 multiply the gradient alone.
@@ -74,8 +73,9 @@ class Teacher:
         This is the specification, and what is compiled.
         """
         log_q, q = logits.float().log_softmax(-1), logits.float().softmax(-1)
-        choice = log_q.argmax(-1)
-        acceptance = torch.minimum(q, self.p * self.inside).sum(-1)
+        acceptance = choice = None
+        if self.choice is not None:
+            acceptance, choice = torch.minimum(q, self.p * self.inside).sum(-1), log_q.argmax(-1)
         loss, gradient = DIVERGENCES[divergence](log_q, q, self)
         return Comparison(loss, acceptance, choice, gradient * weights[:, None] if with_gradient else None)
 
@@ -83,16 +83,19 @@ class Teacher:
         self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool
     ) -> Comparison:
         """Do what `compare` does, block by block, and overwrite the logits."""
-        choice = largest(logits)
-        loss, acceptance = torch.empty(2, len(logits), device=logits.device)
+        acceptance = choice = None
+        if self.choice is not None:
+            acceptance, choice = torch.empty(len(logits), device=logits.device), largest(logits)
+        loss = torch.empty(len(logits), device=logits.device)
         buffers = torch.empty(2, rows_of_block(logits), logits.shape[1], device=logits.device)
         for rows in blocks(logits):
             teacher, log_q = self[rows], logits[rows].float()
             q, other = buffers[:, : len(log_q)]
             torch.softmax(log_q, -1, out=q)
             log_q -= log_sum_of(log_q, q)
-            torch.mul(teacher.p, teacher.inside, out=other)
-            acceptance[rows] = torch.minimum(q, other, out=other).sum(-1)
+            if acceptance is not None:
+                torch.mul(teacher.p, teacher.inside, out=other)
+                acceptance[rows] = torch.minimum(q, other, out=other).sum(-1)
             loss[rows], gradient = DIVERGENCES[divergence](log_q, q, teacher)
             if with_gradient:
                 torch.mul(gradient, weights[rows, None], out=logits[rows])
