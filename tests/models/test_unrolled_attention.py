@@ -8,6 +8,7 @@ from gpu_without_values import GPU, gpu_without_values
 from torch import Tensor
 
 from draftsmith.models.batch import Batch
+from draftsmith.models.eagle_parts import unrolled_attention as unrolled
 from draftsmith.models.eagle_parts.unrolled_attention import (
     DraftingSlots,
     KeyValue,
@@ -54,6 +55,12 @@ def check_forms(num_steps: int, dtype: torch.dtype, device: str, tolerance: floa
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_both_forms_and_their_gradients(num_steps: int) -> None:
     check_forms(num_steps, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize("most_rows", [1, 4])
+def test_parts_of_a_span(most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unrolled, "MOST_ROWS", most_rows)
+    check_forms(2, torch.float32, "cpu", 1e-5)
 
 
 @pytest.mark.gpu
