@@ -66,7 +66,7 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
     name = settings.target or str(EMBEDDED_TARGET)
     budget = load_budget(out / "plan.yaml", name, minutes, kinds, settings.seed)
     target = load_target(name, settings.device)
-    train_prompts, held_out = (prompts_for(target, is_held_out, settings.seed) for is_held_out in (False, True))
+    train_prompts, held_out = (traffic_for(target, is_held_out, settings.seed) for is_held_out in (False, True))
     if budget is None:
         console.print(f"measuring what {minutes:g} minutes allow on this machine ...")
         budget = replace(measure_budget(target, train_prompts, kinds, minutes), seed=settings.seed)
@@ -74,7 +74,7 @@ def quickstart(settings: QuickstartSettings, console: Console) -> None:
 
     prompts = out / "prompts"
     write_jsonl(prompts / "training.jsonl", train_prompts[: budget.num_prompts])
-    write_jsonl(prompts / "comparison.jsonl", held_out[: budget.num_comparison_prompts])
+    write_jsonl(prompts / "comparison.jsonl", held_out[:NUM_HELD_OUT])
     write_jsonl(prompts / "checkpoints.jsonl", held_out[NUM_HELD_OUT : 2 * NUM_HELD_OUT])
     prepare(target, str(prompts / "training.jsonl"), out / "samples", ANSWERS)
     features = out / FEATURES
@@ -114,7 +114,7 @@ def ranked(checkpoints: list[Path], target: Target, budget: Budget, out: Path) -
     source = str(out / "prompts" / "comparison.jsonl")
     paths = evaluation_paths(out / "comparison", names)
     if not all(path.is_file() for path in paths):
-        prompts = read_prompt_set(source, target, None, COMPARISON.max_new_tokens)
+        prompts = read_prompt_set(source, target, budget.num_comparison_prompts, COMPARISON.max_new_tokens)
         options = EvaluationOptions(budget.num_threads, sample_texts=True, costs=True)
         evaluate_side_by_side(target, names, [prompts], [COMPARISON], out / "comparison", options)
     evaluations = [read_evaluation(path) for path in paths]
@@ -161,11 +161,27 @@ def quickstart_config(kind: str, budget: Budget, out: Path, device: str | None) 
 # --- prompts
 
 
-def prompts_for(target: Target, held_out: bool, seed: int = 0) -> list[Prompt]:
-    """Return prompts in random order that fit the target's context and have at most 128 tokens a turn.
+def traffic_for(target: Target, held_out: bool, seed: int = 0) -> list[Prompt]:
+    """Return the prompts of a quickstart: dialogues for a target with a chat template, else functions that were begun.
 
-    They are functions that were begun and, for a target with a chat template, dialogues about functions. Raises
-    `UserError` where too few fit.
+    Raises `UserError` where too few fit.
+    """
+    prompts = prompts_for(target, held_out, seed)
+    if has_template(target.tokenizer):
+        prompts = [prompt for prompt in prompts if prompt.messages is not None]
+    if len(prompts) < 2 * NUM_HELD_OUT:
+        raise UserError(
+            f"--target {target.name} has a context of {target.context} tokens, and beside answers of "
+            f"{ANSWERS.max_new_tokens} tokens only {len(prompts)} prompts fit into it: give a target with a longer "
+            "context, or prepare, train and evaluate with your own prompts and a lower --max-new-tokens"
+        )
+    return prompts
+
+
+def prompts_for(target: Target, held_out: bool, seed: int = 0) -> list[Prompt]:
+    """Return all prompts, in random order, that fit the target's context and have at most 128 tokens a turn.
+
+    They are functions that were begun and, for a target with a chat template, dialogues about functions.
     """
     groups = stdlib_groups(held_out)
     prompts = [Prompt(text=function_prompt(function), domain="code") for group in groups for function in group]
@@ -173,14 +189,7 @@ def prompts_for(target: Target, held_out: bool, seed: int = 0) -> list[Prompt]:
         prompts += [Prompt(messages=list(messages[:-1]), domain="chat") for messages in code_dialogues(groups)]
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
     longest = [min(target.context - ANSWERS.max_new_tokens, TURN * num_turns(prompt)) for prompt in prompts]
-    fitting = [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest[i]]
-    if len(fitting) < 2 * NUM_HELD_OUT:
-        raise UserError(
-            f"--target {target.name} has a context of {target.context} tokens, and beside answers of "
-            f"{ANSWERS.max_new_tokens} tokens only {len(fitting)} prompts fit into it: give a target with a longer "
-            "context, or prepare, train and evaluate with your own prompts and a lower --max-new-tokens"
-        )
-    return fitting
+    return [prompts[i] for i in order if len(tokenise(prompts[i], target)) <= longest[i]]
 
 
 def num_turns(prompt: Prompt) -> int:

@@ -152,9 +152,9 @@ def test_a_target_with_too_little_context_is_told(
     monkeypatch.setattr(quickstart, "stdlib_groups", lambda _: [functions])
     monkeypatch.setattr(quickstart, "ANSWERS", replace(quickstart.ANSWERS, max_new_tokens=128))
     with pytest.raises(UserError, match="has a context of 128 tokens, .* answers of 128 tokens only 0 prompts fit"):
-        quickstart.prompts_for(tiny_target, held_out)
+        quickstart.traffic_for(tiny_target, held_out)
     monkeypatch.setattr(quickstart, "ANSWERS", replace(quickstart.ANSWERS, max_new_tokens=64))
-    assert len(quickstart.prompts_for(tiny_target, held_out)) == 200
+    assert len(quickstart.traffic_for(tiny_target, held_out)) == 200
 
 
 def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
         Path(config.data.features_dir).mkdir()
 
     replaced = {
-        "prompts_for": lambda *_: [Prompt(text="a")] * 200,
+        "traffic_for": lambda *_: [Prompt(text="a")] * 200,
         "prepare": lambda *_: calls.append("prepare"),
         "train": trained,
         "best_checkpoint": lambda run: run / "checkpoints/step-000008",
@@ -198,10 +198,11 @@ def test_a_finished_quickstart_prints_its_table_again(tmp_path: Path, monkeypatc
         quickstart.run(replace(settings, drafters="hydra"), Console(quiet=True))
 
 
-def test_targets_that_chat_get_dialogues_beside_begun_functions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are written and read as they are, in a mixture that no order of the files shows through."""
+def test_targets_that_chat_get_dialogues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written and read as they are, in a mixture that no order of the files shows through.
+
+    Begun functions are among all prompts, but none of a quickstart's.
+    """
     functions = [f'def f{i}():\n    """Do {i}."""\n    return {i}\n' for i in range(130)]
     monkeypatch.setattr(quickstart, "stdlib_groups", lambda held_out: [[function] for function in functions])
     chats = chat_target(FAMILIES["chatml"])
@@ -214,8 +215,10 @@ def test_targets_that_chat_get_dialogues_beside_begun_functions(
         assert opened == (prompt.domain == "chat")
     quickstart.write_jsonl(tmp_path / "prompts.jsonl", prompts)
     assert read_prompts(tmp_path / "prompts.jsonl") == prompts
+    assert quickstart.traffic_for(chats, held_out=True) == [p for p in prompts if p.messages is not None]
     chats.tokenizer.chat_template = None
-    assert [prompt.domain for prompt in quickstart.prompts_for(chats, held_out=True)] == ["code"] * 130
+    for chosen in (quickstart.prompts_for, quickstart.traffic_for):
+        assert [prompt.domain for prompt in chosen(chats, held_out=True)] == ["code"] * 130
 
 
 def test_a_dialogue_may_be_as_long_as_its_turns_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +226,6 @@ def test_a_dialogue_may_be_as_long_as_its_turns_together(monkeypatch: pytest.Mon
     methods = [f'def f{i}():\n    """Do {i}."""\n    return {i}\n' for i in range(3)]
     wordy = f'def g():\n    """{"Do it. " * 20}"""\n    return 1\n'
     monkeypatch.setattr(quickstart, "stdlib_groups", lambda held_out: [methods, [wordy]])
-    monkeypatch.setattr(quickstart, "NUM_HELD_OUT", 2)
     chats = chat_target(FAMILIES["chatml"])
     prompts = quickstart.prompts_for(chats, held_out=True)
     [dialogue] = [prompt for prompt in prompts if prompt.messages is not None]
@@ -252,7 +254,7 @@ def small_quickstart(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> No
 
     replaced = {
         "load_target": lambda *_: tiny_target,
-        "prompts_for": lambda *_: [Prompt(text=f"strike {number}") for number in range(130)],
+        "traffic_for": lambda *_: [Prompt(text=f"strike {number}") for number in range(130)],
         "measure_budget": lambda *_: Budget(tiny_target.name, 1.0, 4, 2, 2, 1, {"medusa": 2}),
         "quickstart_config": config,
         "ANSWERS": PrepareSettings(max_new_tokens=4),
