@@ -50,7 +50,7 @@ WEIGHTS = {
     "draft_model": 1,
 }
 CHECKPOINTS = 2  # a run
-NUM_HELD_OUT = 40  # prompts for the comparison, and again as many for checkpoints
+NUM_HELD_OUT = 32  # prompts for the comparison, and again as many for checkpoints
 ANSWERS = PrepareSettings(max_new_tokens=96, batch_size=64, batches_a_share=64)  # the training text
 COMPARISON = MeasureSettings(draft=4, max_new_tokens=96, repeats=2)  # Medusa and Hydra have four heads
 TIMED_PROMPTS = 8
