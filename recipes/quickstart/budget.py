@@ -33,7 +33,7 @@ from draftsmith.train.starting_drafter import fit_starting_layers, fit_vocabular
 
 # Shares of the time, by what each part is estimated to take. In the quickstarts that they were set by answers took half
 # of their estimate, training with its evaluations a sixth more: so the shares add up to more than 1.
-PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.64, 0.56, 0.03, 0.20
+PREPARE_SHARE, TRAINING_SHARE, CHECKPOINT_SHARE, COMPARISON_SHARE = 0.58, 0.52, 0.03, 0.25
 # How the drafters divide the time for training. Heads learn fast, layers with attention go on learning.
 WEIGHTS = {
     "eagle3": 5,
