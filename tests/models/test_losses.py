@@ -1,6 +1,7 @@
 """Divergences against their definitions, and their sum over chunks against the whole."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from divergence_definitions import DEFINITIONS
 
 from draftsmith.models.losses import chain_loss, divergences, position_weights
 from draftsmith.models.losses.chain_loss import Depth, divergence_over_depths, divergence_over_rows
-from draftsmith.models.losses.divergences import DIVERGENCES, Teacher
+from draftsmith.models.losses.divergences import DIVERGENCES, Comparison, Teacher
 from draftsmith.models.losses.position_weights import chances_of, d_pace
 
 P = torch.tensor([0.5, 0.25, 0.25])
@@ -132,6 +133,19 @@ def test_blocks_of_rows_are_the_plain_form(
     for one, other in ((found.loss, expected.loss), (found.acceptance, expected.acceptance)):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.gradient, expected.gradient.to(dtype), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [Teacher.compare, Teacher.compare_in_blocks])
+def test_a_teacher_without_acceptance_has_the_same_loss(form: Callable[..., Comparison]) -> None:
+    logits, target_logits, weights = torch.randn(5, 12), torch.randn(5, 12), torch.rand(5)
+    told, untold = (
+        form(Teacher.from_logits(target_logits, None, tells), logits.clone(), weights, "lk_hybrid", True)
+        for tells in (True, False)
+    )
+    assert told.acceptance is not None
+    assert untold.acceptance is untold.choice is None
+    assert untold.gradient is not None
+    torch.testing.assert_close((untold.loss, untold.gradient), (told.loss, told.gradient))
 
 
 def test_reduced_vocabulary_counts_the_mass_outside_as_lost() -> None:
