@@ -192,7 +192,7 @@ def test_a_training_loss_on_kernels_is_the_plain_loss(target_dir: str, monkeypat
     target = plain_target(target_dir)
     expected = loss_and_gradients(target)
     monkeypatch.setenv(SWITCH, "interpreter")
-    assert not isinstance(teacher_from(torch.ones(1, 4), None), Teacher)
+    assert not isinstance(teacher_from(torch.ones(1, 4), None, True), Teacher)
     torch.testing.assert_close(loss_and_gradients(target), expected, atol=1e-5, rtol=1e-4)
 
 
