@@ -65,10 +65,12 @@ def our_step(
 ) -> Callable[[], None]:
     from draftsmith.models import Target
     from draftsmith.models.batch import Batch
+    from draftsmith.models.devices import keep_freed_memory
     from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
     from draftsmith.models.slots.attention import ATTENTION
     from draftsmith.models.target.target import Features
 
+    keep_freed_memory()  # as training does
     config = layer_config(hidden, vocab, NUM_LAYERS)
     config._attn_implementation = ATTENTION
     drafter_config = Eagle3Config(layer_ids=LAYER_IDS, draft_vocab_size=draft_vocab, unroll_steps=unroll)

@@ -1,12 +1,13 @@
 """Learning curves of short runs of many families, and how well a tenth of each foretells its end.
 
     python benchmarks/learning_curves.py train FOLDER
-    python benchmarks/learning_curves.py check FOLDER
+    python benchmarks/learning_curves.py check FOLDER [RUN ...]
 
 `train` lets the embedded target write samples where there are none in FOLDER, as the quickstart does, and makes the
 runs that are missing, one after the other, on features that are stored once. `check` prints what the runs of
 `FINISHED` give for `FINISHED_RUNS` of train/evaluation/forecast.py, and for each run of `CHECKED`, none of which is
-among these, the forecast after a tenth of its steps and what came of it.
+among these, the forecast after a tenth of its steps and what came of it; and so for the folders of other runs with the
+embedded target, such as those of a quickstart.
 """
 
 import argparse
@@ -25,14 +26,15 @@ from draftsmith.models import Target
 from draftsmith.recipes.configs.recipes import RECIPES
 from draftsmith.recipes.evaluation.inputs import load_target
 from draftsmith.recipes.quickstart.budget import ANSWERS, new_drafter
-from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, prompts_for, write_jsonl
+from draftsmith.recipes.quickstart.quickstart import EMBEDDED_TARGET, traffic_for, write_jsonl
 from draftsmith.train import train
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.evaluation.forecast import FINISHED_RUNS, FinishedRun, accepted_share, forecast
 from draftsmith.train.run_folder.learning_curve import CurvePoint, learning_curve
+from draftsmith.train.run_folder.stored_run import read_config
 
-NUM_PROMPTS = 2048
-MAX_LENGTH = 80  # tokens, so that a run takes a minute
+NUM_PROMPTS = 1024
+MAX_LENGTH = 160  # tokens, so that a run takes some two minutes
 KINDS = ["eagle3", "eagle", "p_eagle", "dflash", "medusa", "hydra", "mlp_speculator"]
 
 
@@ -53,8 +55,9 @@ class CurveRun:
 
 
 FINISHED = [
-    *[CurveRun(kind, 200, 8) for kind in ("medusa", "eagle3", "hydra", "dflash", "eagle", "mlp_speculator")],
+    *[CurveRun(kind, 200, 8) for kind in KINDS],
     CurveRun("medusa", 600, 2),
+    CurveRun("eagle3", 600, 8),
 ]
 CHECKED = [
     CurveRun("hydra", 200, 2),
@@ -66,7 +69,7 @@ CHECKED = [
 
 def prepare_samples(folder: Path, target: Target) -> None:
     """Let the target write the quickstart's training text."""
-    write_jsonl(folder / "prompts.jsonl", prompts_for(target, held_out=False)[:NUM_PROMPTS])
+    write_jsonl(folder / "prompts.jsonl", traffic_for(target, held_out=False)[:NUM_PROMPTS])
     prepare(target, str(folder / "prompts.jsonl"), folder / "samples", ANSWERS)
 
 
@@ -104,7 +107,7 @@ def finished_run(points: list[CurvePoint], depth: int, num_steps: int) -> Finish
     return FinishedRun(*(round(share, 4) for share in (tenth, (fifth - 1) / depth, (lengths[-1] - 1) / depth)))
 
 
-def check(folder: Path) -> None:
+def check(folder: Path, others: list[Path]) -> None:
     """Print the finished runs as the forecast wants them, and the forecast of each other run with its end."""
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, commit {git_commit()}")
     target = load_target(str(EMBEDDED_TARGET), "cpu")
@@ -115,30 +118,39 @@ def check(folder: Path) -> None:
         print(
             f"{finished_run(points, depths[run.kind], run.steps)},  # {run.name}" if made else f"{run.name}: not made"
         )
-    num_inside = num_foretold = 0
-    for run in CHECKED:
-        points = learning_curve(folder / run.name)
-        made = points and points[-1].step == run.steps
-        found = forecast(points, depths[run.kind], run.steps, FINISHED_RUNS) if made else None
-        if found is None:
-            print(f"{run.name}: not made, or nothing foretold")
-            continue
-        reached = points[-1].acceptance_length
-        inside = found.low <= reached <= found.high
-        num_foretold, num_inside = num_foretold + 1, num_inside + inside
-        print(f"| {run.name} | {found.text} | {reached:.2f} | {'inside' if inside else 'outside'} |")
-    print(f"{num_inside} of {num_foretold} inside")
+    checked = [(folder / run.name, run.name, run.kind, run.steps) for run in CHECKED]
+    for path in others:
+        stored = read_config(path / "config.yaml")
+        checked.append((path, f"{path.parent.name}/{path.name}", stored.drafter.kind, stored.run.steps))
+    insides = [inside_forecast(path, name, depths[kind], steps) for path, name, kind, steps in checked]
+    foretold = [inside for inside in insides if inside is not None]
+    print(f"{sum(foretold)} of {len(foretold)} inside")
+
+
+def inside_forecast(run: Path, name: str, depth: int, num_steps: int) -> bool | None:
+    """Print the forecast of a run beside its end, and return whether this lies in it. None: there is no forecast."""
+    points = learning_curve(run)
+    made = points and points[-1].step == num_steps
+    found = forecast(points, depth, num_steps, FINISHED_RUNS) if made else None
+    if found is None:
+        print(f"{name}: not made, or nothing foretold")
+        return None
+    reached = points[-1].acceptance_length
+    inside = found.low <= reached <= found.high
+    print(f"| {name} | {found.text} | {reached:.2f} | {'inside' if inside else 'outside'} |")
+    return inside
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["train", "check"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("runs", type=Path, nargs="*")
     arguments = parser.parse_args()
     if arguments.task == "train":
         train_all(arguments.folder)
         return
-    check(arguments.folder)
+    check(arguments.folder, arguments.runs)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""The device and the dtype that a target is loaded for."""
+"""The device and the dtype that a target is loaded for, and what a process does with memory of a CPU."""
+
+import ctypes
 
 import torch
 
 from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import Precision
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MOST_IN_HEAP = 32 << 20  # bytes of a tensor that malloc does not get from the system by itself, the most that it allows
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -53,3 +58,14 @@ def trains_in_bf16(device: torch.device, precision: Precision | None) -> bool:
 def training_precision(device: torch.device, precision: Precision | None) -> torch.autocast:
     """Return the context in which a drafter with fp32 weights is trained."""
     return torch.autocast(device.type, torch.bfloat16, enabled=trains_in_bf16(device, precision))
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for what it asks for next.
+
+    A training step on a CPU frees some tens of MiB, and the next one asks for as many. By default malloc gives them
+    back to the system, which has to clear every page before it hands it out again. Only glibc's malloc is told.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_THRESHOLD, MOST_IN_HEAP)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

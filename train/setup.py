@@ -27,7 +27,7 @@ from draftsmith.data.samples.folder import read_chat, read_samples
 from draftsmith.data.samples.samples import Samples, held_out_samples
 from draftsmith.inference.measuring.measure import PromptSet
 from draftsmith.models import CHANGED_TARGET, Drafter, Target
-from draftsmith.models.devices import training_precision
+from draftsmith.models.devices import keep_freed_memory, training_precision
 from draftsmith.models.errors import UserError
 from draftsmith.models.ranges import Precision
 from draftsmith.models.target.chat_template import set_chat
@@ -71,6 +71,8 @@ def set_up(config: TrainConfig) -> Setup:
     if config.data.on_policy_share:
         check_writes_alone(layout_of(accelerator))
     teams = Teams.of(config, accelerator)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     if config.run.compile:
         check_compiles(accelerator.device)
     bare_target = Target.without_weights(config.target)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LossSums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), reduced over all ranks before dividing
 
 CHUNK_ELEMENTS, CHUNK_ROWS = 1 << 21, 256  # logits that exist at once, 8 MiB a tensor in fp32, or so many rows of them
-LINE = 64  # bytes of a line of a CPU's cache
+LINE, PAGE = 64, 4096  # bytes of a line of a CPU's cache, and those after which lines share its places
 GPU_ROWS = 4096  # of the drafter's logits that exist at once on a GPU, whose products are fast from about 2,000 rows on
 
 
@@ -246,10 +246,12 @@ class _DepthSums:
     def _product(self, hidden: Tensor, matrix: Tensor) -> Tensor:
         """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H], in memory for all chunks.
 
-        Each row begins at a line of the cache: a product whose rows do not, as with 2,051 columns, takes much longer.
+        Each row begins at a line of the cache, or the product, as with 2,051 columns, takes much longer. Rows are not
+        whole pages apart, as with 4,096 columns, or lines of the same column would drive each other out of the cache.
         """
-        line = LINE // hidden.element_size()
+        line, page = LINE // hidden.element_size(), PAGE // hidden.element_size()
         width = -(-len(matrix) // line) * line
+        width += line if width % page == 0 else 0
         size = len(hidden) * width
         if self.buffer.dtype != hidden.dtype or self.buffer.numel() < size:
             self.buffer = hidden.new_empty(size)

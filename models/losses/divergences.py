@@ -55,7 +55,7 @@ class Teacher:
         for rows in blocks(logits):
             whole = logits[rows].float()
             drafted = whole if draft_to_target is None else whole.index_select(1, draft_to_target)
-            torch.softmax(drafted, -1, out=p[rows])
+            softmax_into(p[rows], drafted)
             log_sum = log_sum_of(drafted, p[rows])
             torch.sub(drafted, log_sum, out=log_p[rows])
             negative_entropy[rows] = torch.linalg.vecdot(p[rows], log_p[rows].clamp(min=LOWEST))
@@ -91,7 +91,7 @@ class Teacher:
         for rows in blocks(logits):
             teacher, log_q = self[rows], logits[rows].float()
             q, other = buffers[:, : len(log_q)]
-            torch.softmax(log_q, -1, out=q)
+            softmax_into(q, log_q)
             log_q -= log_sum_of(log_q, q)
             if acceptance is not None:
                 torch.mul(teacher.p, teacher.inside, out=other)
@@ -100,6 +100,14 @@ class Teacher:
             if with_gradient:
                 torch.mul(gradient, weights[rows, None], out=logits[rows])
         return Comparison(loss, acceptance, choice, logits if with_gradient else None)
+
+
+def softmax_into(out: Tensor, logits: Tensor) -> None:
+    """Write the softmax of each row of logits [R, V].
+
+    Rows that do not lie side by side torch would first copy to new memory.
+    """
+    torch.softmax(out.copy_(logits), -1, out=out)
 
 
 def log_sum_of(logits: Tensor, probabilities: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """The device that a user names, on GPUs that are not there."""
 
+import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,3 +72,27 @@ def test_old_gpus_do_without_bf16_and_flash_attention(chosen: list[torch.device]
     assert default_dtype(torch.device("cuda:0")) == torch.float32
     with pytest.warns(UserWarning, match="no flash attention for torch.float16"):
         assert not has_flash_attention(torch.empty(4, 64, dtype=torch.float16))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="malloc is not that of glibc")
+def test_what_a_step_frees_the_next_one_gets_without_asking_the_system() -> None:
+    program = """
+import resource
+import torch
+from draftsmith.models.devices import keep_freed_memory
+
+def take_step() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    _ = [torch.ones(4 << 20) for _ in range(8)]  # 16 MiB each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+take_step()
+by_default = take_step()
+keep_freed_memory()
+take_step()
+print(by_default, take_step())
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    by_default, kept = map(int, told.split())
+    assert by_default > 8 * 4096 / 2  # pages
+    assert kept < by_default / 100
