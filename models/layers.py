@@ -27,7 +27,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x in its own dtype, in which alone torch computes it in one launch."""
-        if x.device.type == "cpu" and x.dtype == torch.float32 and torch.is_grad_enabled():
+        in_fp32 = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if in_fp32 and torch.is_grad_enabled():
             return _TrainingNorm.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 

@@ -246,12 +246,13 @@ class _DepthSums:
     def _product(self, hidden: Tensor, matrix: Tensor) -> Tensor:
         """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H], in memory for all chunks.
 
-        Each row begins at a line of the cache, or the product, as with 2,051 columns, takes much longer. Rows are not
-        whole pages apart, as with 4,096 columns, or lines of the same column would drive each other out of the cache.
+        Each row begins at a line of the cache, or the product, as with 2,051 columns, takes much longer. On a CPU rows
+        are not whole pages apart, as with 4,096 columns, or lines of a column would drive each other out of the cache.
         """
         line, page = LINE // hidden.element_size(), PAGE // hidden.element_size()
         width = -(-len(matrix) // line) * line
-        width += line if width % page == 0 else 0
+        if hidden.device.type == "cpu" and width % page == 0:
+            width += line
         size = len(hidden) * width
         if self.buffer.dtype != hidden.dtype or self.buffer.numel() < size:
             self.buffer = hidden.new_empty(size)
