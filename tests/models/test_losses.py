@@ -82,6 +82,7 @@ def test_gradients_of_all_depths_in_chunks(
     monkeypatch.setattr(chain_loss, "runs_kernels", lambda device: side_by_side)
     monkeypatch.setattr(chain_loss, "teacher_from", Teacher.from_logits)
     monkeypatch.setattr(chain_loss, "GPU_ROWS", 5)  # of two depths, hence two teachers
+    monkeypatch.setattr(chain_loss, "PAGE", chain_loss.LINE)  # so rows are whole pages apart, and get a line more
     depths = [Depth(*depth) for depth in zip(hidden, heads, teachers, weights, strict=True)]
     found, rows = divergence_over_depths(depths, target_hidden, target_head, name, ids)
     torch.testing.assert_close(found, total, atol=1e-5, rtol=1e-5)
