@@ -13,8 +13,10 @@ given back. speculators runs its CPU path: SDPA attention and eager losses, for 
 drafter's head as it is, the target's rows, which EAGLE-3's authors train: both sides are measured either way. It
 compares within the draft vocabulary alone; ours makes the target's whole distribution in logged steps, for what that
 would accept. All tokens of the text are in the draft vocabulary, for ours leaves out chains that leave it, which would
-be an advantage that depends on the text. As in training, ours tells malloc to keep freed memory. The environment
-variables MALLOC_TRIM_THRESHOLD_=2147483647 and MALLOC_MMAP_THRESHOLD_=33554432 give that to both sides.
+be an advantage that depends on the text.
+
+Our training tells malloc to keep freed memory, and torch to take large products by oneDNN where that is faster. Theirs
+does neither, but is given both here, so that the code is what differs. `--as-they-are` leaves theirs without.
 """
 
 import argparse
@@ -31,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,6 +41,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 NUM_LAYERS, LAYER_IDS = 6, [2, 3, 4]
 WARM_UP = 3
 ROUNDS_OF_TABLE = 3
+Precision = Literal["fp32", "bf16"]  # of matrix products
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}  # as ours asks for
 LOGGED_SHARE = 0.1  # of steps, by default (`run.log_every`)
 COMPARED = [  # hidden, vocabulary, draft vocabulary, length, unrolled steps, whether the drafter's head is trained
     (256, 8192, 4096, 512, 3, 1),
@@ -62,11 +67,11 @@ def layer_config(hidden: int, vocab: int, num_layers: int) -> LlamaConfig:
 
 
 def our_step(
-    precision: str, hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int
+    precision: Precision, hidden: int, vocab: int, draft_vocab: int, length: int, unroll: int, head: int
 ) -> Callable[[], None]:
     from draftsmith.models import Target
     from draftsmith.models.batch import Batch
-    from draftsmith.models.devices import keep_freed_memory
+    from draftsmith.models.devices import keep_freed_memory, training_precision
     from draftsmith.models.drafters.eagle3 import Eagle3, Eagle3Config
     from draftsmith.models.slots.attention import ATTENTION
     from draftsmith.models.target.target import Features
@@ -86,7 +91,7 @@ def our_step(
 
     def step() -> None:
         drafter.tells_acceptance = next(numbers) % 2 == 1
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        with training_precision(torch.device("cpu"), precision):
             total, count = drafter.loss(batch, features)["loss"]
             (total / count).backward()
             optimizer.step()
@@ -102,7 +107,7 @@ def their_step(
     unroll: int,
     head: int,
     device: str = "cpu",
-    precision: str = "bf16",
+    precision: Precision = "bf16",
 ) -> Callable[[], None]:
     """Return a training step of speculators: on a GPU compiled, with flex attention."""
     on_gpu, hidden, vocab = device == "cuda", target.hidden_size, target.vocab_size
@@ -169,7 +174,7 @@ def memory_of(step: Callable[[], None]) -> float:
     return mebibytes("VmHWM") - before
 
 
-def serve_steps(side: str, shape: tuple[int, ...], precision: str) -> None:
+def serve_steps(side: str, shape: tuple[int, ...], precision: Precision, large_products: bool) -> None:
     """Print the MiB that a step adds, then for each line that is read take a step and print its CPU seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -179,6 +184,8 @@ def serve_steps(side: str, shape: tuple[int, ...], precision: str) -> None:
         hidden, vocab, draft_vocab, length, unroll, head = shape
         config = layer_config(hidden, vocab, NUM_LAYERS)
         step = their_step(config, draft_vocab, length, unroll, head, precision=precision)
+        if large_products:
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]  # it rounds nothing here
     for _ in range(WARM_UP):
         step()
     print("memory", memory_of(step), flush=True)
@@ -189,11 +196,16 @@ def serve_steps(side: str, shape: tuple[int, ...], precision: str) -> None:
 
 
 class Side:
-    """A process that takes steps when it is told to."""
+    """A process that takes steps when it is told to; `as_it_is`: without the settings that our training makes."""
 
-    def __init__(self, python: str, side: str, shape: tuple[int, ...], precision: str) -> None:
+    def __init__(self, python: str, side: str, shape: tuple[int, ...], precision: Precision, as_it_is: bool) -> None:
+        from draftsmith.models.devices import has_avx512_without_mkl
+
         command = [python, __file__, "--precision", precision, "--serve", side, *map(str, shape)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if not as_it_is:
+            environment.update(KEEPS_MEMORY)
+            command += ["--large-products"] * has_avx512_without_mkl()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -216,8 +228,10 @@ class Side:
 
 
 @contextmanager
-def side_of(python: str, side: str, shape: tuple[int, ...], precision: str) -> Iterator[Side]:
-    worker = Side(python, side, shape, precision)
+def side_of(
+    python: str, side: str, shape: tuple[int, ...], precision: Precision, as_it_is: bool = False
+) -> Iterator[Side]:
+    worker = Side(python, side, shape, precision, as_it_is)
     try:
         yield worker
     finally:
@@ -230,13 +244,13 @@ def mean_of_ours(usual: float, logged: float) -> float:
     return (1 - LOGGED_SHARE) * usual + LOGGED_SHARE * logged
 
 
-def compare(python: str, rounds: int, precision: str) -> None:
+def compare(python: str, rounds: int, precision: Precision, as_they_are: bool) -> None:
     print("hidden, vocabulary, draft vocabulary, length, unroll, head trained:")
     print("ratio of neighbouring steps, its quartiles; tokens per CPU second, ours and (theirs); MiB of a step")
     for shape in COMPARED:
         with (
             side_of(sys.executable, "ours", shape, precision) as ours,
-            side_of(python, "theirs", shape, precision) as theirs,
+            side_of(python, "theirs", shape, precision, as_they_are) as theirs,
         ):
             pairs = []
             for _ in range(rounds):
@@ -249,7 +263,7 @@ def compare(python: str, rounds: int, precision: str) -> None:
         print(" ".join(map(str, shape)), "-", found, flush=True)
 
 
-def table(precision: str) -> None:
+def table(precision: Precision) -> None:
     print("hidden 256, vocabulary 8192, draft vocabulary 4096: tokens/CPU s, MiB of a step")
     for length, unroll in itertools.product((256, 512, 1024, 2048), (1, 3, 5, 7)):
         with side_of(sys.executable, "ours", (256, 8192, 4096, length, unroll, 1), precision) as ours:
@@ -262,20 +276,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speculators", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=8, help="of two steps of each side")
+    parser.add_argument("--as-they-are", action="store_true", help="theirs without the settings that ours makes")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of matrix products, both sides")
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)  # one side in this process
+    parser.add_argument("--large-products", action="store_true", help=argparse.SUPPRESS)  # of theirs in this process
     arguments = parser.parse_args()
     if arguments.serve:
         side, *shape = arguments.serve
-        serve_steps(side, tuple(int(value) for value in shape), arguments.precision)
+        serve_steps(side, tuple(map(int, shape)), arguments.precision, arguments.large_products)
         return
     from draftsmith.inference.measuring.environment import git_commit
 
     machine = platform.processor() or platform.machine()
     print(f"{machine}, one thread, {arguments.precision}, torch {torch.__version__}, commit {git_commit()}", flush=True)
     if arguments.speculators:
-        compare(arguments.speculators, arguments.rounds, arguments.precision)
+        compare(arguments.speculators, arguments.rounds, arguments.precision, arguments.as_they_are)
     if arguments.table:
         table(arguments.precision)
 

@@ -188,7 +188,7 @@ MUTATIONS = (
     Mutation(
         "acceptance within the draft vocabulary alone",
         DIVERGENCES,
-        "inside[rows] = (log_sum - whole.logsumexp(-1, keepdim=True)).exp()",
+        "inside[rows] = (log_sum[rows] - logits[rows].float().logsumexp(-1, keepdim=True)).exp()",
         "inside[rows] = 1",
     ),
     Mutation(
@@ -254,8 +254,8 @@ MUTATIONS = (
     Mutation(
         "unrolled: the text's part is not scaled down",
         ATTENTION,
-        "output = output * (log_sum - whole).exp()",
-        "output = output * (whole - whole).exp()",
+        "output.mul_((log_sum - whole).exp()[..., None])",
+        "output.mul_((whole - whole).exp()[..., None])",
     ),
     # how checkpoints are read, and which files an engine loads
     Mutation("nested layer ids are taken as they stand", LAYOUTS, "[layer_id + 1 for layer_id in ids]", "list(ids)"),

@@ -113,7 +113,7 @@ class TrainingRun:
         max_nonfinite = 1 if steps_in_backward(self.accelerator) else config.optimizer.max_nonfinite_steps
         self.nonfinite_steps = NonFiniteSteps(folder, max_nonfinite, on_main)
         self.held_out = HeldOutSamples(
-            self.accelerator, self.teams, self.model, self.plan, self.source, stages, setup.autocast()
+            self.accelerator, self.teams, self.model, self.plan, self.source, stages, setup.training_precision
         )
         self.evaluator: Evaluator | None = None
         if setup.prompts:
@@ -213,7 +213,7 @@ class TrainingRun:
         agreed = agree(accelerator, finite, self.stop.received, self.writer.failed)
         stages.enter("optimizer")
         if agreed.finite:
-            with self.setup.autocast():
+            with self.setup.training_precision():
                 self.optimizer.step()
             tokens_read = sum(self.plan.num_tokens(micro_batch) for micro_batch, _ in batches)
             self.meter.add(batch_sums, tokens_read / self.teams.own.size)

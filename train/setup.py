@@ -1,6 +1,7 @@
 """Loading and checking all that a run needs, before anything is written."""
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Setup:
     on_policy: OnPolicy | None
     precision: Precision | None  # None: by the device
 
-    def autocast(self) -> torch.autocast:
+    def training_precision(self) -> AbstractContextManager[None]:
         """Return the context of the drafter's loss, of its gradient and of the optimiser's step."""
         return training_precision(self.accelerator.device, self.precision)
 

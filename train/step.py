@@ -48,7 +48,7 @@ def accumulate_gradients(
         last = number == len(batches)
         accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed steps where this is set
         synchronise = contextlib.nullcontext() if last else accelerator.no_sync(model)
-        with synchronise, setup.autocast():
+        with synchronise, setup.training_precision():
             sums = model(batch, features)
             # gradients are averaged over ranks: multiply by their number to divide by all tokens just once
             accelerator.backward(sums["loss"][0] / num_tokens * accelerator.num_processes)

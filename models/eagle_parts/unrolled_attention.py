@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.batch import send
+from draftsmith.models.devices import large_products
 from draftsmith.models.kernels import has_flash_attention
 from draftsmith.models.text_team import TextPart
 
@@ -23,6 +24,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 # Rows of a span that flash attention takes at once on a CPU. Of a longer part it computes more scores that no row sees.
 MOST_ROWS = 192
+WIDE_HEAD = 128  # values of a head from which the products of these rows are large ones
 
 
 @dataclass
@@ -158,30 +160,33 @@ class _UnrolledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, slots: DraftingSlots, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        output, log_sum = _flash(query, key, value, slots)
+        with large_products(query.shape[-1] >= WIDE_HEAD):
+            output, log_sum = _flash(query, key, value, slots)
+        weights = log_sum.new_empty(0)  # of each step's own entry in the whole attention
         if own:
             scores = torch.stack([_dot(query, own_key) for own_key in own[::2]])  # [k, R, N]
             whole = torch.logaddexp(log_sum, scores.logsumexp(0))
-            output = output * (log_sum - whole).exp()[..., None].to(output.dtype)
-            for weight, own_value in zip((scores - whole).exp().to(output.dtype), own[1::2], strict=True):
+            output.mul_((log_sum - whole).exp()[..., None])
+            weights = (scores - whole).exp()  # [k, R, N]
+            for weight, own_value in zip(weights.to(output.dtype), own[1::2], strict=True):
                 _grouped(output, own_value).addcmul_(_grouped(weight[..., None], own_value), own_value[:, :, None])
             log_sum = whole
         ctx.slots = slots
-        ctx.save_for_backward(query, key, value, output, log_sum, *own)
+        ctx.save_for_backward(query, key, value, output, log_sum, weights, *own)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, log_sum, *own = ctx.saved_tensors
+        query, key, value, output, log_sum, weights, *own = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_query, grad_key, grad_value = _flash_backward(grad, query, key, value, output, log_sum, ctx.slots)
+        with large_products(query.shape[-1] >= WIDE_HEAD):
+            grad_query, grad_key, grad_value = _flash_backward(grad, query, key, value, output, log_sum, ctx.slots)
         if not own:
             return None, grad_query, grad_key, grad_value
         scale = query.shape[-1] ** -0.5
         through_output = (grad * output).sum(-1, dtype=torch.float32)  # [R, N]
         grad_own: list[Tensor] = []
-        for own_key, own_value in zip(own[::2], own[1::2], strict=True):
-            weight = (_dot(query, own_key) - log_sum).exp()
+        for weight, own_key, own_value in zip(weights, own[::2], own[1::2], strict=True):
             grad_weight = (_grouped(grad, own_value) * own_value[:, :, None]).sum(-1, dtype=torch.float32)
             grad_score = (weight * (grad_weight.flatten(1) - through_output) * scale)[..., None].to(query.dtype)
             _grouped(grad_query, own_key).addcmul_(_grouped(grad_score, own_key), own_key[:, :, None])

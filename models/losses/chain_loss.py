@@ -169,19 +169,19 @@ class _DepthSums:
         num_used = len(teachers.rows)
         if not num_used:
             return
-        groups = self._groups(runs_kernels(target_hidden.device))
+        groups, matrix = self._groups(runs_kernels(target_hidden.device)), matrix_of(target_head, target_hidden)
         if runs_kernels(target_hidden.device):
             step = max(1, GPU_ROWS // max(map(len, groups)))
         else:
-            step = chunk_rows(target_head(target_hidden[:1]).shape[-1])
+            step = chunk_rows(target_head(target_hidden[:1]).shape[-1] if matrix is None else len(matrix))
         starts = list(range(0, num_used, step))
         edges = torch.tensor([*starts, num_used])
         bounds = [torch.searchsorted(places, edges).tolist() for places in teachers.places]
         for chunk, start in enumerate(starts):
             taught_by = target_hidden.index_select(0, teachers.rows[start : start + step])
-            matrix = matrix_of(target_head, taught_by)
-            logits = target_head(taught_by) if matrix is None else self._product(as_computed(taught_by), matrix)
+            logits = target_head(taught_by) if matrix is None else product(taught_by, matrix)
             teacher = teacher_from(logits, self.draft_to_target, self.tells_acceptance)
+            del logits  # of the whole vocabulary
             for group in groups:
                 slices = {number: slice(*bounds[number][chunk : chunk + 2]) for number in group}
                 slices = {number: rows for number, rows in slices.items() if rows.start < rows.stop}
@@ -210,7 +210,7 @@ class _DepthSums:
         matrix = matrix_of(head, hidden)
         with torch.set_grad_enabled(self.with_gradient and matrix is None):
             hidden = hidden.detach().requires_grad_(self.with_gradient)
-            logits = head(hidden) if matrix is None else self._product(as_computed(hidden), matrix)
+            logits = head(hidden) if matrix is None else product(hidden, matrix, self._memory_of(hidden, matrix))
         comparison = self._compare(teacher, logits.detach(), weights)
         self.total += (comparison.loss * weights).sum()
         for number, loss in zip(slices, comparison.loss.split(sizes), strict=True):
@@ -243,20 +243,12 @@ class _DepthSums:
             for (number, rows), of_rows in zip(slices.items(), of_hidden.split(sizes), strict=True):
                 self.hidden_gradients[number][rows] = of_rows
 
-    def _product(self, hidden: Tensor, matrix: Tensor) -> Tensor:
-        """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H], in memory for all chunks.
-
-        Each row begins at a line of the cache, or the product, as with 2,051 columns, takes much longer. On a CPU rows
-        are not whole pages apart, as with 4,096 columns, or lines of a column would drive each other out of the cache.
-        """
-        line, page = LINE // hidden.element_size(), PAGE // hidden.element_size()
-        width = -(-len(matrix) // line) * line
-        if hidden.device.type == "cpu" and width % page == 0:
-            width += line
-        size = len(hidden) * width
-        if self.buffer.dtype != hidden.dtype or self.buffer.numel() < size:
-            self.buffer = hidden.new_empty(size)
-        return torch.mm(hidden, matrix.t(), out=self.buffer[:size].view(-1, width)[:, : len(matrix)])
+    def _memory_of(self, hidden: Tensor, matrix: Tensor) -> Tensor:
+        """Return memory for the logits of hidden states [R, H] by a matrix, the same for all chunks."""
+        size = len(hidden) * row_width(matrix)
+        if self.buffer.dtype != matrix.dtype or self.buffer.numel() < size:
+            self.buffer = matrix.new_empty(size)
+        return self.buffer[:size]
 
     def _compare(self, teacher: "Teacher | FusedTeacher", logits: Tensor, weights: Tensor) -> Comparison:
         """Compare the drafter's logits [R, Vd] with the target; the gradient may overwrite them."""
@@ -284,6 +276,25 @@ def matrix_of(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None
         return None
     matrix = as_computed(head.weight.detach())
     return matrix if matrix.dtype == as_computed(hidden).dtype else None
+
+
+def product(hidden: Tensor, matrix: Tensor, memory: Tensor | None = None) -> Tensor:
+    """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H] of `matrix_of`; None: in new memory."""
+    width = row_width(matrix)
+    if memory is None:
+        memory = matrix.new_empty(len(hidden) * width)
+    return torch.mm(as_computed(hidden), matrix.t(), out=memory.view(-1, width)[:, : len(matrix)])
+
+
+def row_width(matrix: Tensor) -> int:
+    """Return how many numbers apart rows of logits by a matrix [Vd, H] begin.
+
+    Each begins at a line of the cache, or the product, as with 2,051 columns, takes much longer. They are not whole
+    pages apart, as with 4,096 columns, or lines of a column would drive each other out of the cache.
+    """
+    line, page = LINE // matrix.element_size(), PAGE // matrix.element_size()
+    width = -(-len(matrix) // line) * line
+    return width if width % page else width + line
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:

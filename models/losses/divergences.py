@@ -40,32 +40,38 @@ class Teacher:
     """The target at some rows, within the draft vocabulary unless a field says otherwise. Floats are fp32."""
 
     p: Tensor  # [R, Vd] renormalised
-    log_p: Tensor  # [R, Vd]
+    logits: Tensor  # [R, Vd] in their own dtype
+    log_sum: Tensor  # [R, 1] the log of the sum of exp(logits)
     negative_entropy: Tensor  # [R] sum p log p
     inside: Tensor  # [R, 1] the draft vocabulary's share of the whole distribution
     choice: Tensor | None  # [R] int64 the likeliest token of the whole vocabulary; None: acceptance is not told
 
     @classmethod
     def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None, tells_acceptance: bool = True) -> "Teacher":
-        """Return the target at the rows of its logits [R, V]."""
-        num_rows, width = len(logits), logits.shape[1] if draft_to_target is None else len(draft_to_target)
+        """Return the target at the rows of its logits [R, V], which it keeps where all of them can be drafted."""
+        drafted = logits if draft_to_target is None else logits.index_select(1, draft_to_target)
         empty = partial(torch.empty, dtype=torch.float32, device=logits.device)
-        p, log_p, negative_entropy = empty(num_rows, width), empty(num_rows, width), empty(num_rows)
-        inside = torch.ones(num_rows, 1, device=logits.device)
+        p, log_sum, negative_entropy = empty(drafted.shape), empty(len(logits), 1), empty(len(logits))
+        inside = torch.ones(len(logits), 1, device=logits.device)
         for rows in blocks(logits):
-            whole = logits[rows].float()
-            drafted = whole if draft_to_target is None else whole.index_select(1, draft_to_target)
-            softmax_into(p[rows], drafted)
-            log_sum = log_sum_of(drafted, p[rows])
-            torch.sub(drafted, log_sum, out=log_p[rows])
-            negative_entropy[rows] = torch.linalg.vecdot(p[rows], log_p[rows].clamp(min=LOWEST))
+            block = drafted[rows].float()
+            softmax_into(p[rows], block)
+            log_sum[rows] = log_sum_of(block, p[rows])
+            negative_entropy[rows] = torch.linalg.vecdot(p[rows], (block - log_sum[rows]).clamp_(min=LOWEST))
             if draft_to_target is not None:
-                inside[rows] = (log_sum - whole.logsumexp(-1, keepdim=True)).exp()
-        return cls(p, log_p, negative_entropy, inside, largest(logits) if tells_acceptance else None)
+                inside[rows] = (log_sum[rows] - logits[rows].float().logsumexp(-1, keepdim=True)).exp()
+        choice = largest(logits) if tells_acceptance else None
+        return cls(p, drafted, log_sum, negative_entropy, inside, choice)
+
+    @property
+    def log_p(self) -> Tensor:
+        """The logarithm of `p`, [R, Vd]."""
+        return self.logits - self.log_sum
 
     def __getitem__(self, rows: slice | Tensor) -> "Teacher":
         choice = None if self.choice is None else self.choice[rows]
-        return Teacher(self.p[rows], self.log_p[rows], self.negative_entropy[rows], self.inside[rows], choice)
+        p, logits, log_sum = self.p[rows], self.logits[rows], self.log_sum[rows]
+        return Teacher(p, logits, log_sum, self.negative_entropy[rows], self.inside[rows], choice)
 
     def compare(self, logits: Tensor, weights: Tensor, divergence: Divergence, with_gradient: bool) -> Comparison:
         """Compare the drafter's logits [R, Vd] with these rows; `weights` [R] fp32 multiply the gradient alone.
@@ -177,7 +183,7 @@ def total_variation(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor,
 
 def cross_entropy(log_q: Tensor, q: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """-log q of the target's likeliest token"""
-    label = teacher.log_p.argmax(-1, keepdim=True)
+    label = teacher.logits.argmax(-1, keepdim=True)
     return -log_q.gather(-1, label)[:, 0], q.scatter_add(-1, label, -torch.ones_like(q[:, :1]))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.models.batch import Batch
-from draftsmith.models.devices import pick_device, pick_dtype
+from draftsmith.models.devices import large_products, pick_device, pick_dtype
 from draftsmith.models.errors import UserError, library_errors, shown, whole_number
 from draftsmith.models.fused.fused_layers import fuse
 from draftsmith.models.half_weights import frozen_product
@@ -331,7 +331,7 @@ class Target:
     @torch.no_grad()  # not inference_mode: the drafter's backward pass keeps the features
     def features(self, batch: Batch, layer_ids: tuple[int, ...] = ()) -> Features:
         """Read whole rows of text at once."""
-        with self.turn(), _Capture(self.decoder_layers, layer_ids) as capture:
+        with self.turn(), large_products(), _Capture(self.decoder_layers, layer_ids) as capture:
             last_hidden = run_causal(self.model, batch.token_ids, batch.positions, batch.attention_mask())
         return Features(last_hidden, capture.side_by_side(last_hidden.device))
 

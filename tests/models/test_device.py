@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from draftsmith.inference import SpeculativeDecoder
-from draftsmith.models import Target, load_drafter
-from draftsmith.models.devices import default_dtype, pick_device
+from draftsmith.models import Target, devices, load_drafter
+from draftsmith.models.devices import default_dtype, large_products, pick_device, training_precision
 from draftsmith.models.errors import UserError
 from draftsmith.models.kernels import has_flash_attention
 
@@ -96,3 +96,25 @@ print(by_default, take_step())
     by_default, kept = map(int, told.split())
     assert by_default > 8 * 4096 / 2  # pages
     assert kept < by_default / 100
+
+
+@pytest.mark.parametrize("multiply", [torch.mm, lambda a, b: torch.mm(b.t(), a.t()).t()], ids=["rows", "columns"])
+def test_large_products_are_not_rounded(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """On a CPU whose products torch takes by oneDNN in training, that computes in fp32 as MKL does."""
+    a, b = torch.randn(300, 500), torch.randn(500, 700)
+    with large_products():
+        found = multiply(a, b)
+    whole = (a.double() @ b.double()).float()
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-5)  # bf16 would be 1e-1 away
+
+
+def test_products_are_taken_as_before_behind_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_avx512_without_mkl", lambda: True)
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    with training_precision(torch.device("cpu"), "fp32"):
+        assert setting.fp32_precision == "bf16"
+        with large_products(False):
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == "bf16"
+    assert setting.fp32_precision == before

@@ -98,7 +98,7 @@ def test_gradients_in_double_precision(name) -> None:
     """By differences; the LK hybrid leaves out the gradient through its weight."""
     log_p = torch.randn(3, 8, dtype=torch.float64).log_softmax(-1)
     p = log_p.exp()
-    teacher = Teacher(p, log_p, (p * log_p).sum(-1), torch.ones(3, 1), p.argmax(-1))
+    teacher = Teacher(p, log_p, torch.zeros(3, 1), (p * log_p).sum(-1), torch.ones(3, 1), p.argmax(-1))
 
     class Divergence(torch.autograd.Function):
         @staticmethod

@@ -4,6 +4,8 @@ Features come from the source that training has: computed beside the drafter, in
 """
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from accelerate import Accelerator
@@ -44,11 +46,11 @@ class HeldOutSamples:
         plan: BatchPlan,
         source: FeatureSource,
         stages: Stages,
-        autocast: torch.autocast,
+        precision: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`model` is the drafter as the accelerator has prepared it, `autocast` the context of its loss."""
+        """`model` is the drafter as the accelerator has prepared it, `precision` returns the context of its loss."""
         self.accelerator, self.teams, self.model = accelerator, teams, model
-        self.plan, self.source, self.stages, self.autocast = plan, source, stages, autocast
+        self.plan, self.source, self.stages, self.precision = plan, source, stages, precision
         self.micro_batches = plan.held_out_batches()
 
     @torch.no_grad()
@@ -64,7 +66,7 @@ class HeldOutSamples:
             micro_batch = self.micro_batches[min(number, len(self.micro_batches) - 1)]
             batch = self.plan.collate(micro_batch).to(accelerator.device)
             features = self.source(micro_batch, batch)
-            with self.autocast:
+            with self.precision():
                 found = self.model(batch, features)
             if number < len(self.micro_batches):
                 pairs = (found["loss"], found["simulated_acceptance_length"])
