@@ -1,6 +1,7 @@
 """The device and the dtype that a target is loaded for, the precision of training, and what a CPU is told for both."""
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +12,7 @@ from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import Precision
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_lock, _open_blocks = threading.Lock(), {True: 0, False: 0}  # of large products and of small ones, in all threads
 MOST_IN_HEAP = 32 << 20  # bytes of a tensor that malloc does not get from the system by itself, the most that it allows
 
 
@@ -72,16 +74,24 @@ def large_products(large: bool = True) -> Iterator[None]:
     torch leaves them to MKL, which takes AVX-512 on Intel's processors alone. On AMD's they take less than half of the
     time by oneDNN, to which torch gives them where it may round to bf16. It does not: for that it needs AMX, which
     these processors have not. Small products, as in decoding, would take longer by it: where `large` is false, inside
-    of another block, they are MKL's.
+    of another block, they are MKL's. The setting is the process's, so blocks of all threads are counted: what another
+    thread computes meanwhile may be rounded otherwise in its last digit.
     """
-    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # of a module that is made as it is imported
-    before = setting.fp32_precision
-    if has_avx512_without_mkl():
-        setting.fp32_precision = "bf16" if large else "ieee"
+    if not has_avx512_without_mkl():
+        yield
+        return
+    _count_block(large, 1)
     try:
         yield
     finally:
-        setting.fp32_precision = before
+        _count_block(large, -1)
+
+
+def _count_block(large: bool, change: int) -> None:
+    with _lock:
+        _open_blocks[large] += change
+        precision = "ieee" if _open_blocks[False] else "bf16" if _open_blocks[True] else "none"
+        torch.backends.mkldnn.matmul.fp32_precision = precision  # type: ignore[attr-defined]  # torch makes it at import
 
 
 @cache

@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -116,5 +117,11 @@ def test_products_are_taken_as_before_behind_a_block(monkeypatch: pytest.MonkeyP
         assert setting.fp32_precision == "bf16"
         with large_products(False):
             assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == "bf16"
+    assert setting.fp32_precision == before
+    with ExitStack() as one, ExitStack() as other:  # as of two threads
+        one.enter_context(large_products())
+        other.enter_context(large_products())
+        one.close()
         assert setting.fp32_precision == "bf16"
     assert setting.fp32_precision == before
