@@ -196,16 +196,18 @@ def serve_steps(side: str, shape: tuple[int, ...], precision: Precision, large_p
 
 
 class Side:
-    """A process that takes steps when it is told to; `as_it_is`: without the settings that our training makes."""
+    """A process that takes steps when it is told to; `is_given_settings`: those that our training makes by itself."""
 
-    def __init__(self, python: str, side: str, shape: tuple[int, ...], precision: Precision, as_it_is: bool) -> None:
-        from draftsmith.models.devices import has_avx512_without_mkl
+    def __init__(
+        self, python: str, side: str, shape: tuple[int, ...], precision: Precision, is_given_settings: bool
+    ) -> None:
+        from draftsmith.models.devices import mkl_misses_avx512
 
         command = [python, __file__, "--precision", precision, "--serve", side, *map(str, shape)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if not as_it_is:
+        if is_given_settings:
             environment.update(KEEPS_MEMORY)
-            command += ["--large-products"] * has_avx512_without_mkl()
+            command += ["--large-products"] * mkl_misses_avx512()
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -229,9 +231,9 @@ class Side:
 
 @contextmanager
 def side_of(
-    python: str, side: str, shape: tuple[int, ...], precision: Precision, as_it_is: bool = False
+    python: str, side: str, shape: tuple[int, ...], precision: Precision, is_given_settings: bool = False
 ) -> Iterator[Side]:
-    worker = Side(python, side, shape, precision, as_it_is)
+    worker = Side(python, side, shape, precision, is_given_settings)
     try:
         yield worker
     finally:
@@ -250,7 +252,7 @@ def compare(python: str, rounds: int, precision: Precision, as_they_are: bool) -
     for shape in COMPARED:
         with (
             side_of(sys.executable, "ours", shape, precision) as ours,
-            side_of(python, "theirs", shape, precision, as_they_are) as theirs,
+            side_of(python, "theirs", shape, precision, not as_they_are) as theirs,
         ):
             pairs = []
             for _ in range(rounds):

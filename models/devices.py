@@ -1,4 +1,4 @@
-"""The device and the dtype that a target is loaded for, the precision of training, and what a CPU is told for both."""
+"""The device and the dtype that a target is loaded for, the precision of training, and a CPU's products and memory."""
 
 import ctypes
 import threading
@@ -12,8 +12,9 @@ from draftsmith.models.errors import UserError, shown
 from draftsmith.models.ranges import Precision
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_lock, _open_blocks = threading.Lock(), {True: 0, False: 0}  # of large products and of small ones, in all threads
 MOST_IN_HEAP = 32 << 20  # bytes of a tensor that malloc does not get from the system by itself, the most that it allows
+_open_blocks = {True: 0, False: 0}  # of `large_products`, by whether products are large, in all threads
+_lock = threading.Lock()  # held while these are counted
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -69,15 +70,17 @@ def training_precision(device: torch.device, precision: Precision | None) -> Ite
 
 @contextmanager
 def large_products(large: bool = True) -> Iterator[None]:
-    """Let a CPU take products of large fp32 matrices by the fastest instructions that it has.
+    """Let a CPU use AVX-512, if it has that, for products of large fp32 matrices inside the block.
 
-    torch leaves them to MKL, which takes AVX-512 on Intel's processors alone. On AMD's they take less than half of the
-    time by oneDNN, to which torch gives them where it may round to bf16. It does not: for that it needs AMX, which
-    these processors have not. Small products, as in decoding, would take longer by it: where `large` is false, inside
-    of another block, they are MKL's. The setting is the process's, so blocks of all threads are counted: what another
-    thread computes meanwhile may be rounded otherwise in its last digit.
+    torch computes them by MKL, which uses AVX-512 on Intel's CPUs only. On AMD's the other library that torch comes
+    with, oneDNN, takes less than half of the time. torch asks it if products may be rounded to bf16. oneDNN rounds them
+    on CPUs with AMX only, and AMD's have none, so results stay in fp32.
+
+    Small products, as in decoding, take longer by oneDNN. A block with `large` false, inside of another one, leaves
+    them to MKL. torch has one setting for the whole process, so the open blocks of all threads are counted, and
+    behind the last one it is torch's default. What another thread computes meanwhile may differ in its last digit.
     """
-    if not has_avx512_without_mkl():
+    if not mkl_misses_avx512():
         yield
         return
     _count_block(large, 1)
@@ -88,6 +91,7 @@ def large_products(large: bool = True) -> Iterator[None]:
 
 
 def _count_block(large: bool, change: int) -> None:
+    """Count a block that is opened (1) or closed (-1), and tell torch what holds now."""
     with _lock:
         _open_blocks[large] += change
         precision = "ieee" if _open_blocks[False] else "bf16" if _open_blocks[True] else "none"
@@ -95,8 +99,8 @@ def _count_block(large: bool, change: int) -> None:
 
 
 @cache
-def has_avx512_without_mkl() -> bool:
-    """Return whether this CPU has AVX-512 and is one of AMD's, which are told by SSE4a, without AMX."""
+def mkl_misses_avx512() -> bool:
+    """Return whether this CPU has AVX-512 that MKL does not use: one of AMD's, which alone have SSE4a, without AMX."""
     has = torch.cpu.get_capabilities()
     return bool(has.get("avx512_f") and has.get("sse4a") and not has.get("amx_tile"))
 

@@ -24,7 +24,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 # Rows of a span that flash attention takes at once on a CPU. Of a longer part it computes more scores that no row sees.
 MOST_ROWS = 192
-WIDE_HEAD = 128  # values of a head from which the products of these rows are large ones
+WIDE_HEAD = 128  # width of a head from which attention of so many rows counts as large products
 
 
 @dataclass

@@ -279,7 +279,10 @@ def matrix_of(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None
 
 
 def product(hidden: Tensor, matrix: Tensor, memory: Tensor | None = None) -> Tensor:
-    """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H] of `matrix_of`; None: in new memory."""
+    """Return logits [R, Vd] of hidden states [R, H] by a matrix [Vd, H] of `matrix_of`.
+
+    They are written to `memory`, which has R * `row_width(matrix)` numbers; None: to new memory.
+    """
     width = row_width(matrix)
     if memory is None:
         memory = matrix.new_empty(len(hidden) * width)

@@ -48,7 +48,10 @@ class Teacher:
 
     @classmethod
     def from_logits(cls, logits: Tensor, draft_to_target: Tensor | None, tells_acceptance: bool = True) -> "Teacher":
-        """Return the target at the rows of its logits [R, V], which it keeps where all of them can be drafted."""
+        """Return the target at the rows of its logits [R, V].
+
+        It keeps them, or with a draft vocabulary a copy of that part, so they must not be overwritten.
+        """
         drafted = logits if draft_to_target is None else logits.index_select(1, draft_to_target)
         empty = partial(torch.empty, dtype=torch.float32, device=logits.device)
         p, log_sum, negative_entropy = empty(drafted.shape), empty(len(logits), 1), empty(len(logits))

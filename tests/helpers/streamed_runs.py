@@ -36,12 +36,12 @@ def write_settings(target: Target, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def two_servers(target: Target, folder: Path) -> Iterator[list[HiddenStatesServer]]:
-    """Serve in threads of this process, whose products training leaves alone, as it does those of other processes."""
+    """Serve in threads of this process. Training leaves their products alone, as it does those of another process."""
     folders = [folder / f"states{number}" for number in range(2)]
     for path in folders:
         path.mkdir()
     servers = [HiddenStatesServer(Target.from_pretrained(target.name, "cpu", torch.float32), path) for path in folders]
-    with patch.object(devices, "has_avx512_without_mkl", lambda: False):
+    with patch.object(devices, "mkl_misses_avx512", lambda: False):
         yield servers
     for server in servers:
         server.close()

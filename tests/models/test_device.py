@@ -110,7 +110,7 @@ def test_large_products_are_not_rounded(multiply: Callable[[torch.Tensor, torch.
 
 
 def test_products_are_taken_as_before_behind_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "has_avx512_without_mkl", lambda: True)
+    monkeypatch.setattr(devices, "mkl_misses_avx512", lambda: True)
     setting = torch.backends.mkldnn.matmul
     before = setting.fp32_precision
     with training_precision(torch.device("cpu"), "fp32"):
